@@ -257,6 +257,11 @@ class PipelineConfig:
         values["options"] = _options_of_schedule(options)
         return cls(micro_batches, micro_batch_size, schedule, **values)
 
+    @property
+    def slice_count(self) -> int | None:
+        """The number of slices of each sequence; None if the option is not set."""
+        return len(self.slices) if isinstance(self.slices, tuple) else self.slices
+
     def resized(self, micro_batches: int, micro_batch_size: int) -> PipelineConfig:
         """Returns these options with other micro-batches.
 
@@ -331,14 +336,13 @@ def _build_schedule(
     head: bool,
 ) -> Schedule:
     """Builds the schedule of :meth:`PipelineConfig.schedule_for`; the last ones are cached."""
-    slices = len(config.slices) if isinstance(config.slices, tuple) else config.slices
     try:
         return build_verified(
             config.schedule,
             ranks=ranks,
             micro_batches=config.micro_batches,
             chunks=chunks,
-            options={**dict(config.options), "slices": slices},
+            options={**dict(config.options), "slices": config.slice_count},
             memory_cap=config.memory_cap,
             costs=config.costs,
             edges=edges,

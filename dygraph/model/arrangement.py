@@ -156,12 +156,15 @@ def _schedule_of_plan(
     """
     ranks, chunks, use_dualpipev = request
     usual = config.schedule in (PipelineConfig.schedule, plan.schedule.name) and not use_dualpipev
+    usual = usual and config.slice_count in (None, plan.schedule.slices)
     if ranks != plan.ranks or chunks not in (None, plan.chunks) or not usual:
         raise ConfigError(
             "the plan says how the layers are placed, and which schedule runs",
-            expected=f"{plan.ranks} ranks, {plan.chunks} chunks on each, {plan.schedule.name}",
+            expected=f"{plan.ranks} ranks, {plan.chunks} chunks on each, {plan.schedule.name}, "
+            f"slices={plan.schedule.slices}",
             got=f"{ranks} ranks, num_virtual_pipeline_stages={chunks}, "
-            f"schedule_mode={config.schedule!r}, use_dualpipev={use_dualpipev}",
+            f"schedule_mode={config.schedule!r}, use_dualpipev={use_dualpipev}, "
+            f"slices={config.slices}",
             fix="set pp_degree to plan.ranks and leave the others out, or plan anew",
         )
     schedule = plan.schedule_for(config.micro_batches)

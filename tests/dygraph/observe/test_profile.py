@@ -349,6 +349,8 @@ def test_a_plan_for_other_ranks_or_micro_batches_or_schedules_is_refused() -> No
     other = "FThenB" if made.schedule.name != "FThenB" else "ZBH1"
     with job(2, M, other), pytest.raises(ConfigError, match=f"schedule_mode='{other}'"):
         pipeline(mlp_layers(), plan=made)
+    with job(2, M, slices=2), pytest.raises(ConfigError, match="slices=2"):
+        pipeline(mlp_layers(), plan=made)
 
 
 def test_what_is_no_plan_is_refused() -> None:
