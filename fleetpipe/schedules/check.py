@@ -105,6 +105,10 @@ class _RowChecker:
     """Checks the row of one rank of a plan, operation by operation.
 
     Attributes:
+        plan: The plan.
+        rank: The rank.
+        row: The operations of the rank, in order.
+        position: The index in the row of the operation that is checked.
         marks: What has happened in the row so far, as a byte for each micro-batch, 0 or 1. The keys
             are (kind, stage) for computations, where "B" is B or I, and "W" the last use of the
             stage's activations; ("FREE", stage) for releases; ("SF", edge), ("RF", edge), ("SB",
@@ -150,7 +154,7 @@ class _RowChecker:
             self._check_ending(op)
 
     def _check_action(self, action: Action) -> None:
-        """Refuses an action whose inputs have not been received."""
+        """Refuses an action whose inputs have not been received; else marks it as done."""
         kind, stage, micro_batch = action
         for need in self.needs[kind, stage]:
             if not self.marks["R" + need.kind, need.edge][micro_batch]:
@@ -171,6 +175,7 @@ class _RowChecker:
         self._mark(op, marks, op.micro_batch)
         if isinstance(op, Recv):
             return
+        # The stage whose action computes the value, or the gradient, on this rank.
         stage = op.edge.source if op.kind == "F" else op.edge.target
         if not self.marks[op.kind, stage][op.micro_batch]:
             maker = f"F{stage}" if op.kind == "F" else f"B{stage} or I{stage}"
@@ -197,7 +202,13 @@ class _RowChecker:
             )
 
     def _mark(self, op: Send | Recv | Free, marks: bytearray, micro_batch: int) -> None:
-        """Marks an operation as seen in the row; refuses a second one of its kind."""
+        """Marks an operation as seen in the row; refuses a second one, or an unknown micro-batch.
+
+        Args:
+            op: The operation, for the error.
+            marks: The entry of ``self.marks`` for the operation's kind and its stage or edge.
+            micro_batch: The number of the operation's micro-batch, or of its slice.
+        """
         if micro_batch >= self.plan.units:
             last = micro_batch_numbers(self.plan.micro_batches, self.plan.slices)[-1]
             self._fail(
@@ -346,6 +357,7 @@ class _RendezvousReplay:
         clock: For each rank the time at which its last operation ended.
         ranks: The rank of each operation that has run, in the order in which they ran.
         times: The time at which each of these ended.
+        ends: The sending and the receiving rank by kind and edge of a transfer, as a cache.
     """
 
     def __init__(self, plan: PlanRows) -> None:
@@ -408,7 +420,14 @@ def _nominal_time(op: Op) -> int:
 
 
 def _is_at_other_end(plan: PlanRows, op: Send | Recv, peer: int, position: int) -> bool:
-    """Tells whether the next operation of rank ``peer`` is the partner of a transfer."""
+    """Returns whether the next operation of rank ``peer`` is the partner of a transfer.
+
+    Args:
+        plan: The plan.
+        op: The transfer.
+        peer: The rank at the other end of the transfer.
+        position: The position of this rank's next operation in its row.
+    """
     row = plan.ops[peer]
     if position == len(row):
         return False
@@ -422,12 +441,14 @@ def _is_at_other_end(plan: PlanRows, op: Send | Recv, peer: int, position: int) 
 
 def _raise_deadlock(plan: PlanRows, positions: list[int]) -> NoReturn:
     """Raises the error of ranks that wait for each other, from the position that each reached."""
+    # For each rank that stands at a transfer, the rank at the other end, for which it waits.
     peers: dict[int, int] = {}
     for rank, row in enumerate(plan.ops):
         op = row[positions[rank]] if positions[rank] < len(row) else None
         if isinstance(op, (Send, Recv)):
             ends = ranks_of(op, plan.placement)
             peers[rank] = ends[0] if isinstance(op, Recv) else ends[1]
+    # From rank to awaited rank, until one comes a second time: from there on it is the cycle.
     rank = min(peers)
     seen: list[int] = []
     while rank in peers and rank not in seen:

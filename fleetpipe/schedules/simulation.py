@@ -132,8 +132,9 @@ class _StageActions(NamedTuple):
     """The times of the actions of one kind and stage, and what they wait for.
 
     Attributes:
-        ends: When each ended. B and I share the list, since either gives the input gradient.
-        duration: The time that each takes.
+        ends: The time at which the action of each micro-batch ended. B and I share the list, since
+            either gives the input gradient.
+        duration: The time that each action takes.
         waits: For each kind of action that they wait for: the list of its ends, the distance to its
             micro-batch or slice (0, -1 or 1), and the latency of its value.
     """
@@ -304,13 +305,13 @@ class Timeline:
     Args:
         schedule: The schedule that was simulated.
         costs: What its actions cost.
-        starts: For each rank, when each of its entries begins.
-        ends: For each rank, when each of its entries ends.
-        makespan: From time 0 to the end of the last action of any rank.
+        starts: For each rank, the time at which each of its entries begins.
+        ends: For each rank, the time at which each of its entries ends.
+        makespan: The time from 0 to the end of the last action of any rank.
         spans: For each rank the time from the start of its first action to the end of its last.
-        busy: Most that any rank computes.
-        peak_activations: For each rank, most forwards whose activations are in flight at once, in
-            forwards of one stage.
+        busy: The most time that any rank computes.
+        peak_activations: For each rank, the most forwards whose activations are in flight at once,
+            in forwards of one stage.
         peak_bytes: The same in bytes, if the costs give them; else None.
     """
 
@@ -385,7 +386,14 @@ def simulate(
 
 
 def _peak(schedule: ScheduleRows, rank: int, costs: Costs, *, in_bytes: bool = False) -> float:
-    """Returns the most activations in flight on a rank at once."""
+    """Returns the most activations in flight on a rank at once.
+
+    Args:
+        schedule: The schedule.
+        rank: The rank.
+        costs: The bytes of each stage, and the share that I releases.
+        in_bytes: Whether to count bytes, in place of forwards of one stage.
+    """
     return max(
         amount.during for amount in amounts_in_flight(schedule, rank, costs, in_bytes=in_bytes)
     )
@@ -438,6 +446,7 @@ class _PlanWriter:
     would take most of the time.
 
     Attributes:
+        numbers: The numbers of all micro-batches, or of their slices.
         rows: The rows of all ranks, as far as they are written.
         following: By kind and stage of an action: the sends, receives and releases to append after
             it, each with the row to append them to.
@@ -452,32 +461,42 @@ class _PlanWriter:
         for stage in range(placement.stages):
             row = self.rows[placement.rank_of(stage)]
             values = [
-                follow for end in leaving[stage] for follow in self._send_and_receive("F", row, end)
+                appends
+                for edge_and_receiver in leaving[stage]
+                for appends in self._send_and_receive("F", row, edge_and_receiver)
             ]
             frees: list[_Appends] = [
                 (row.append, self._one_per_micro_batch(Free, stage, letter="FREE"))
             ]
             grads: list[_Appends] = []
             if not schedule.forward_only:
-                for end in entering[stage]:
-                    grads += self._send_and_receive("B", row, end)
+                # The gradient of an edge goes to the rank that sent its value.
+                for edge_and_receiver in entering[stage]:
+                    grads += self._send_and_receive("B", row, edge_and_receiver)
             self.following["F"].append(values + frees * schedule.forward_only)
             self.following["B"].append(grads + frees)
             self.following["I"].append(grads)
             self.following["W"].append(frees)
 
-    def _send_and_receive(self, kind: str, row: list[Op], end: tuple[Edge, int]) -> list[_Appends]:
+    def _send_and_receive(
+        self, kind: str, row: list[Op], edge_and_receiver: tuple[Edge, int]
+    ) -> list[_Appends]:
         """Returns the sends of an edge's values or gradients, and the receives at the other rank.
 
         Args:
             kind: "F" for values, "B" for gradients.
             row: The row of the sending rank.
-            end: The edge, and the receiving rank.
+            edge_and_receiver: The edge, and the receiving rank.
+
+        Returns:
+            Two pairs, for the row of the sending and that of the receiving rank: the row's
+            ``append``, and the operation to append for each micro-batch, after the action that
+            computes what is sent.
         """
-        edge, peer = end
+        edge, receiver = edge_and_receiver
         return [
             (row.append, self._one_per_micro_batch(Send, kind, edge, letter="S")),
-            (self.rows[peer].append, self._one_per_micro_batch(Recv, kind, edge, letter="R")),
+            (self.rows[receiver].append, self._one_per_micro_batch(Recv, kind, edge, letter="R")),
         ]
 
     def _one_per_micro_batch(
@@ -487,8 +506,8 @@ class _PlanWriter:
 
         Args:
             written: The class of the operations.
-            first: The fields before the micro-batch.
-            letter: The last field.
+            first: The fields before the micro-batch, such as kind and edge.
+            letter: The last field: the operation's name in texts, such as "S" for a send.
         """
         fields = zip(*map(repeat, first), self.numbers, repeat(letter))
         return list(map(partial(tuple.__new__, written), fields))

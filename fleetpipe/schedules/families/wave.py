@@ -56,6 +56,7 @@ class _HanayoSimulation:
     backwards come first, then the oldest micro-batch, and within it the deepest stage.
 
     Attributes:
+        stages: The number of stages, S.
         forwards: The number of the first forward, m * S.
         owners: The rank of each stage, from the last stage to the first.
         order: For each rank the actions that it has begun, in order.
@@ -105,7 +106,12 @@ class _HanayoSimulation:
         heappush(self.running, (now + time, rank, number))
 
     def _release_successor(self, number: int) -> None:
-        """Adds the one action that waits for action ``number``, if any, to those that are ready."""
+        """Adds the one action that waits for action ``number``, if any, to those that are ready.
+
+        F of a stage is followed by F of the next stage, F of the last stage by its backward, and a
+        backward by that of the stage before.
+        """
+        # How many stages the action's stage is before the last one.
         distance = number % self.stages
         if number < self.forwards:
             if distance < self.stages - 1:
@@ -120,7 +126,7 @@ class _HanayoSimulation:
         self.woken.add(rank)
 
     def _decode(self, number: int) -> Action:
-        """Returns the action that a number stands for."""
+        """Returns the action that a number stands for, by the rule in the class's docstring."""
         kind, rest = divmod(number, self.forwards)
         micro_batch, distance = divmod(rest, self.stages)
         return Action("BF"[kind], self.stages - 1 - distance, micro_batch)
@@ -152,6 +158,7 @@ def _write_row(writer: _RowWriter, rank: int, ranks: int, micro_batches: int) ->
         ranks: Ranks of the pipeline, p.
         micro_batches: Micro-batches of a batch, at least 2p.
     """
+    # The number of ranks behind this one; the counts below are those of the published schedule.
     after = ranks - 1 - rank
     for _ in range(2 * after):
         writer.add("F0")
@@ -181,8 +188,16 @@ def _write_row(writer: _RowWriter, rank: int, ranks: int, micro_batches: int) ->
 class _RowWriter:
     """Writes a rank's row from tokens: a kind and a chunk such as ``F0``, or ``W`` alone.
 
-    Each token is the next micro-batch of its kind and chunk. ``B1`` and ``I1`` count together.
-    ``W`` is the weight gradient of the oldest I that has none.
+    A token stands for an action of the next micro-batch of its kind and chunk: the first ``F0`` is
+    of micro-batch 0, the second one of micro-batch 1. ``B1`` and ``I1`` count together, as a chunk
+    has one backward for each micro-batch. ``W`` is the weight gradient of the oldest I without one.
+
+    Attributes:
+        row: The row as far as it is written.
+        stages: The stage of each of the rank's chunks.
+        forwards: For each chunk the micro-batch of its next F.
+        backwards: For each chunk the micro-batch of its next B or I.
+        weights: The W of each I in the row whose W is not in the row yet, the oldest first.
     """
 
     def __init__(self, stages: Sequence[int]) -> None:
@@ -200,7 +215,12 @@ class _RowWriter:
         self.row.append(Fused(tuple(map(self._next_action, tokens))))
 
     def _next_action(self, token: str) -> Action:
-        """Returns the next action of a token's kind and chunk; that of ``W`` is popped."""
+        """Returns the action of a token, and counts it.
+
+        Args:
+            token: ``F0`` or ``I1``: kind and chunk of an action of the chunk's next micro-batch;
+                ``W``: the oldest W that waits.
+        """
         if token == "W":
             return self.weights.popleft()
         kind, chunk = token[0], int(token[1])
@@ -213,7 +233,7 @@ class _RowWriter:
 
 
 def _trim_row(row: Sequence[Item], micro_batches: int) -> list[Item]:
-    """Returns a row without the actions of micro-batch ``micro_batches`` and later ones.
+    """Returns a row without the actions of the micro-batches numbered ``micro_batches`` or higher.
 
     An action whose partner in a fused unit is dropped stands alone.
     """
