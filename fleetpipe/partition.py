@@ -277,6 +277,7 @@ def balanced(weights: Sequence[int], parts: int) -> list[int]:
     totals = [0, *accumulate(weights)]
 
     def weigh(start: int, end: int) -> int:
+        """Returns the weight of the layers ``start`` to ``end - 1``."""
         return totals[end] - totals[start]
 
     cut = fastest(range(1, count), count, parts, lambda _, *layers: weigh(*layers), weigh)
@@ -302,9 +303,9 @@ def fastest(
         parts: Number of stages.
         cost: Returns the cost of a stage; ``math.inf`` for one that is impossible.
         floor: Returns a lower bound of the cost of some layers. It changes no cut.
-        sent: Returns how much is sent if a stage begins with a layer. Since measured costs vary,
-            cuts at most ``SLACK`` slower than the fastest count as equal: of these, the cut that
-            sends least is taken.
+        sent: Returns how much is sent if a stage begins with a layer; None: nothing is known of
+            that. Since measured costs vary, cuts at most ``SLACK`` slower than the fastest count as
+            equal: of these, the cut that sends least is taken.
 
     Returns:
         The cut and its cost.
@@ -328,16 +329,18 @@ def fastest(
         )
 
     # Of the cuts whose costliest stage costs at most this, the second search takes the one with the
-    # lowest sum of what its stages send, or of their squared costs.
+    # lowest sum of the squared costs of its stages or, with ``sent``, of what is sent to them.
     limit = lowest if sent is None else (1 + SLACK) * lowest
 
     def second_cost(stage: int, start: int, end: int) -> float:
+        """Returns the stage's squared cost, or what is sent to it; infinite above the limit."""
         stage_cost = cost(stage, start, end)
         if stage_cost > limit:
             return math.inf
         return stage_cost**2 if sent is None else sent(start)
 
     def second_floor(start: int, end: int) -> float:
+        """Returns a lower bound of ``second_cost`` of some layers, from their ``floor``."""
         lower_bound = floor(start, end)
         if lower_bound > limit:
             return math.inf
@@ -357,8 +360,10 @@ def _lowest_cost_cut(
 ) -> tuple[tuple[int, ...], float]:
     """Returns the boundaries of the cut with the lowest cost, and that cost.
 
-    In the body, ``best[end]`` is the lowest cost of the layers before ``bounds[end]`` as the stages
-    so far, and ``start_of[stage][end]`` the latest start of the last of these stages that has it.
+    In the body, ``best[end]`` is the lowest cost of the layers before ``bounds[end]``, cut into the
+    stages up to ``stage``; ``before[end]`` is the same for the stages before ``stage``. The cost
+    ``best[end]`` is reached if ``stage`` begins with ``bounds[start_of[stage][end]]``: the latest
+    such start.
 
     Args:
         bounds: The layers at which a stage may begin or end, ascending.

@@ -271,7 +271,11 @@ def costs_of(stages: Sequence[StageCost], comm: Any, **options: Any) -> Costs:
 
 
 class Stages:
-    """The costs of any stage that consists of successive layers of a model, from prefix sums."""
+    """The costs of any stage that consists of successive layers of a model, from prefix sums.
+
+    Attributes:
+        count: The number of layers, the loss not counted.
+    """
 
     def __init__(
         self, layers: Sequence[LayerCost], loss: LayerCost | None, exchange: Link | None = None
@@ -285,9 +289,10 @@ class Stages:
                 their times do not include it.
         """
         link = exchange or Link(0.0, 0.0)
+        #: The seconds of exchanges in F, and in B or I, of the first 0, 1, 2, .. layers.
         self._exchanges = [0.0, *accumulate(layer.exchange(link) for layer in layers)]
         layers = [layer.with_exchanges(link) for layer in layers]
-        # The loss is one more layer, which is always in the last stage and never recomputed.
+        #: The layers, then the loss: one more layer, always in the last stage, never recomputed.
         self._all = [*layers, *([] if loss is None else [loss])]
         self.count = len(layers)
         figures: tuple[Callable[[LayerCost], float], ...] = (
@@ -302,13 +307,14 @@ class Stages:
             lambda layer: layer.held_split - layer.releases,
             lambda layer: layer.waiting,
         )
+        #: For each of ``figures`` its sums over the first 0, 1, 2, .. entries of ``_all``.
         self._sums = [[0.0, *accumulate(map(figure, self._all))] for figure in figures]
         self._seconds: list[float] = [
             forward + backward for forward, backward in zip(*self._sums[:2])
         ]
 
     def _end_with_loss(self, end: int) -> int:
-        """Returns the end of a stage in ``_all``: beyond the loss if it has the last layer.
+        """Returns the end of a stage in ``_all``: after the loss if the stage has the last layer.
 
         Args:
             end: The layer after the stage's last.
@@ -324,7 +330,11 @@ class Stages:
         return sum(layer.seconds for layer in self._all)
 
     def static(self, start: int, end: int) -> tuple[int, int, int]:
-        """Returns the bytes of parameters, gradients and buffers of ``start`` to ``end - 1``."""
+        """Returns the bytes of parameters, gradients and buffers of ``start`` to ``end - 1``.
+
+        Returns:
+            Three numbers, in this order.
+        """
         last = self._end_with_loss(end)
         parameters, gradients, buffers = (int(sums[last] - sums[start]) for sums in self._sums[4:7])
         return parameters, gradients, buffers
@@ -391,7 +401,9 @@ class Stages:
     def _input_bytes(self, start: int) -> int:
         """Returns the bytes that a stage holds for its input, if it begins with layer ``start``.
 
-        Its first layer does not free what it would free of a layer's output on the same stage.
+        They are the bytes that the stage receives, and what its first layer ``releases``: the
+        layer's forward would free so many bytes of its input, but nothing frees a received input
+        before the backward. The sums of ``held`` count them as freed, so they are added here.
         """
         # The input of the first stage is the batch, which is in memory anyway.
         received = self._all[start - 1].output if start else 0
@@ -400,7 +412,8 @@ class Stages:
     def _peak_of_backward(self, start: int, last: int, recompute: Collection[int]) -> int:
         """Returns the most bytes that a backward of a stage uses beyond those held before it.
 
-        It frees the activations of a layer when it has finished that layer.
+        The backward goes from the last layer to the first, and frees the activations of a layer
+        when it has finished that layer.
 
         Args:
             start: The stage's first layer.
@@ -410,6 +423,7 @@ class Stages:
         most = freed = 0
         for number in range(last - 1, start - 1, -1):
             layer = self._all[number]
+            # What the second forward of a recomputed layer allocates anew.
             again = layer.saved if number in recompute else 0
             most = max(most, layer.output + layer.working + again - freed)
             freed += max(layer.held - layer.releases - again, 0)

@@ -39,6 +39,7 @@ _NOISE = 0.01
 #: By how many possible cuts neighbouring boundaries between stages are moved at once.
 _DISTANCES = (1, -1, 2, -2, 4, -4)
 
+#: A plan that was tried: one that fits into memory, or one that does not.
 Outcome = Candidate | Lack
 
 #: The parts of a plan that a search may choose.
@@ -62,16 +63,18 @@ class _Score(NamedTuple):
 class _Search:
     """The search for the best plan of a task.
 
+    A plan that was tried is a ``Candidate`` if it fits into memory, else a ``Lack``.
+
     Attributes:
         task: Model, ranks, memory cap and choices.
-        left: The number of actions that may still be simulated.
+        actions_left: The number of actions that may still be simulated; below 0 after the last.
         fitting: All plans so far that fit into memory.
         unit: The seconds of a rank's even share of a batch's work.
     """
 
     def __init__(self, task: PlanTask) -> None:
         self.task = task
-        self.left = _BUDGET
+        self.actions_left = _BUDGET
         self.fitting: list[Candidate] = []
         # Times are rounded as multiples of this, so that rounding errors do not decide.
         self.unit = task.micro_batches * task.stages.least() / task.ranks or 1
@@ -95,8 +98,8 @@ class _Search:
         return min([best, *fast], key=lambda candidate: (candidate.peak, candidate.seconds))
 
     def _try(self, schedule: Schedule, boundaries: Boundaries) -> Outcome:
-        """Evaluates a schedule on a cut, and stores the plan if it fits into memory."""
-        self.left -= sum(map(len, schedule.actions))
+        """Evaluates a schedule on a cut; returns the plan, and stores it if it fits into memory."""
+        self.actions_left -= sum(map(len, schedule.actions))
         outcome = self.task.evaluate(schedule, boundaries)
         if isinstance(outcome, Candidate):
             self.fitting.append(outcome)
@@ -119,22 +122,28 @@ class _Search:
         return best
 
     def _change_schedule(self, candidate: Outcome) -> Outcome:
-        """Returns the best plan with the cut and the placement of a plan, among all schedules."""
-        if self.left <= 0:
+        """Returns the best plan with the cut and the placement of a plan, among all schedules.
+
+        The plan itself is returned if no schedule is better, or no actions are left to simulate.
+        """
+        if self.actions_left <= 0:
             return candidate
         schedules = self.task.schedules(candidate.schedule.placement)
         tried = (self._try(schedule, candidate.boundaries) for schedule in schedules)
         return min([candidate, *tried], key=self._score)
 
     def _move_cut(self, candidate: Outcome) -> Outcome:
-        """Returns the best plan with the schedule of a plan, moving boundaries while that helps."""
+        """Returns the best plan with the schedule of a plan, moving boundaries while that helps.
+
+        The plan itself is returned if nothing is better, or if the search may not choose the cut.
+        """
         if "partition" not in self.task.search:
             return candidate
         best, before = candidate, None
         while best is not before:
             before = best
             for boundaries in self._moved_cuts(best.boundaries):
-                if self.left <= 0:
+                if self.actions_left <= 0:
                     return best
                 tried = self._try(best.schedule, boundaries)
                 if self._score(tried) < self._score(best):
@@ -149,7 +158,8 @@ class _Search:
         """
         cuts = self.task.profile.cuts
         index = {cut: number for number, cut in enumerate(cuts)}
-        # The boundaries of a head's parts do not move.
+        # The first boundary that is no possible cut: the model's end, or that of a head's parts,
+        # whose boundaries do not move.
         last = next(n for n in range(1, len(boundaries)) if boundaries[n] not in index)
         inner = [index[boundary] for boundary in boundaries[1:last]]
         for width in range(1, len(inner) + 1):
