@@ -72,7 +72,12 @@ class OnlineSoftmax:
         self._value_sum = paddle.zeros_like(like)
 
     def add(self, keys: Chunk, causal: bool) -> None:
-        """Adds a tile ``[2, rows, heads, positions, size]`` of keys (index 0) and values (1)."""
+        """Adds a tile of keys and values.
+
+        Args:
+            keys: Its values are ``[2, rows, heads, positions, size]``: keys (0) and values (1).
+            causal: Whether a query sees only keys at its own position and before.
+        """
         scores = _scores(self.queries, keys, causal)
         if scores is None:
             return
@@ -126,7 +131,13 @@ class AttentionBackward:
 
 
 def _scores(queries: Chunk, keys: Chunk, causal: bool) -> Tensor | None:
-    """Returns the scores ``[.., queries, keys]``, -inf where masked; None if all are masked."""
+    """Returns the scores ``[.., queries, keys]``, -inf where masked; None if all are masked.
+
+    Args:
+        queries: As for :class:`OnlineSoftmax`.
+        keys: As for :meth:`OnlineSoftmax.add`; the values in it are not used.
+        causal: Whether a query sees only keys at its own position and before.
+    """
     if causal and keys.begin >= queries.end:
         return None
     scores = queries.values.matmul(keys.values[0].unsqueeze(2), transpose_y=True)
@@ -149,12 +160,12 @@ class _Round(NamedTuple):
     Attributes:
         target: The cp rank to which this rank sends.
         source: The cp rank from which this rank receives.
-        number: Which of the sender's chunks it is, 0 or 1.
+        chunk: Which of its chunks each rank sends: 0 or 1.
     """
 
     target: int
     source: int
-    number: int
+    chunk: int
 
 
 class Ring:
@@ -173,8 +184,10 @@ class Ring:
         """
         self.causal = causal
         self._group = ranks.cp
+        #: By cp rank and chunk: the first position, and the one after the last.
         self._bounds = [ranks.chunks(length, rank) for rank in range(self._group.ranks)]
         gathered = self._group.all_gather(None if documents is None else documents.clone())
+        #: By cp rank and chunk: the documents of its positions, or None.
         self._documents = [_split_documents(part, len(self._bounds[0])) for part in gathered]
 
     def cut(self, values: Tensor) -> list[Chunk]:
@@ -186,28 +199,34 @@ class Ring:
         ]
 
     def rounds(self) -> Iterator[_Round]:
-        """Yields the exchanges in an order that is the same on all ranks."""
+        """Yields the exchanges of this rank, in an order that is the same on all ranks.
+
+        Rank r first sends each of its chunks to rank r + 1, then each to rank r + 2, and so on.
+        """
         rank, ranks = self._group.rank, self._group.ranks
         for distance in range(1, ranks):
+            target, source = (rank + distance) % ranks, (rank - distance) % ranks
             for number in range(len(self._bounds[rank])):
-                yield _Round((rank + distance) % ranks, (rank - distance) % ranks, number)
+                yield _Round(target=target, source=source, chunk=number)
 
     def fetch(self, turn: _Round, chunks: Sequence[Chunk]) -> Chunk | None:
         """Fetches a chunk of ``turn.source``, and sends one to ``turn.target``. Collective over cp.
 
+        A chunk is sent as an empty tensor if no query of the receiver sees it.
+
         Args:
-            turn: The exchange.
-            chunks: The keys and values of this rank.
+            turn: The exchange, one of :meth:`rounds`.
+            chunks: The keys and values of this rank, in its chunks.
 
         Returns:
-            The chunk; None if no query of this rank sees it.
+            The fetched chunk; None if no query of this rank sees it.
         """
-        own_chunk = chunks[turn.number]
+        own_chunk = chunks[turn.chunk]
         is_seen = self._has_query_for(turn.target, own_chunk.begin)
         received = self._send_and_receive(
             turn.target, own_chunk.values if is_seen else None, turn.source
         )
-        chunk = self._chunk(turn.source, turn.number, received)
+        chunk = self._chunk(turn.source, turn.chunk, received)
         return chunk if self._has_query_for(self._group.rank, chunk.begin) else None
 
     def give_back(self, turn: _Round, gradient: Tensor | None) -> Tensor | None:
@@ -222,23 +241,34 @@ class Ring:
             sees it.
         """
         returned = self._send_and_receive(turn.source, gradient, turn.target)
-        begin, _ = self._bounds[self._group.rank][turn.number]
+        begin, _ = self._bounds[self._group.rank][turn.chunk]
         return returned if self._has_query_for(turn.target, begin) else None
 
     def _has_query_for(self, rank: int, begin: int) -> bool:
         """Returns whether any query of a cp rank sees the chunk that begins at a position."""
-        return not self.causal or begin < self._bounds[rank][-1][1]
+        _, end_of_rank = self._bounds[rank][-1]
+        return not self.causal or begin < end_of_rank
 
     def _chunk(self, rank: int, number: int, values: Tensor) -> Chunk:
         """Returns chunk ``number`` of a cp rank, with the given values."""
-        return Chunk(self._bounds[rank][number][0], values, self._documents[rank][number])
+        begin, _ = self._bounds[rank][number]
+        return Chunk(begin, values, self._documents[rank][number])
 
     def _send_and_receive(self, target: int, value: Tensor | None, source: int) -> Tensor:
-        """Sends a value, or nothing, to one cp rank; returns what another one sends. Collective."""
+        """Exchanges values with two cp ranks. Collective over cp.
+
+        Args:
+            target: The rank to which this rank sends.
+            value: The value; for None an empty tensor is sent.
+            source: The rank from which this rank receives.
+
+        Returns:
+            What ``source`` sends: its value, or an empty tensor.
+        """
         empty = paddle.zeros([0])
         sent = empty if value is None else value
-        parts = [sent if rank == target else empty for rank in range(self._group.ranks)]
-        return self._group.all_to_all(parts)[source]
+        by_receiver = [sent if rank == target else empty for rank in range(self._group.ranks)]
+        return self._group.all_to_all(by_receiver)[source]
 
 
 class _RingAttention(paddle.autograd.PyLayer):
@@ -287,7 +317,7 @@ class _RingAttention(paddle.autograd.PyLayer):
             gradient = _gradient_of_chunk(tiles, ring.fetch(turn, key_chunks), ring.causal)
             returned = ring.give_back(turn, gradient)
             if returned is not None:
-                totals[turn.number] = totals[turn.number] + returned
+                totals[turn.chunk] = totals[turn.chunk] + returned
         keys_grad = paddle.concat(totals, axis=-2).transpose([0, 1, 3, 2, 4])
         query_grad = _by_position(paddle.concat([tile.grad for tile in tiles], axis=-2))
         grads = mask_untrained((query_grad, keys_grad[0], keys_grad[1]), ctx.trained)
