@@ -60,7 +60,7 @@ class RepeatedBatch:
         """Returns a difference if the last call did not take exactly the items of one step."""
         if not self._is_iterator:
             return []
-        items = len(self._data)
+        items = len(self._data)  # of one step
         return compare_numbers("micro-batch", "the iterator, taken", step, self._taken, items)
 
     def parts(self) -> tuple[Nest, Nest]:
@@ -80,7 +80,7 @@ class RepeatedBatch:
         for item in self._data:
             self._taken += 1
             yield item
-        self._taken += 1
+        self._taken += 1  # the pipeline asks for one item too many
 
 
 def cut(value: Nest, size: int, count: int) -> list[Nest] | None:
@@ -151,6 +151,7 @@ class Beside:
     """Trains a pipeline's reference, the model on one device, with the batches of the pipeline."""
 
     def __init__(self, pipeline: PipelineParallel, reference: Reference) -> None:
+        """Takes a pipeline and the reference that is trained beside it."""
         self._pipeline, self._reference = pipeline, reference
 
     def train(
@@ -168,44 +169,51 @@ class Beside:
                 ``return_micro_batch_loss`` of ``train_batch``.
 
         Returns:
-            The loss of the batch; a list if there are several loss functions.
+            The loss of the batch, the mean over the replicas, or the losses [micro-batches]; a list
+            of these if there are several loss functions.
         """
         pipeline, replicas = self._pipeline, self._pipeline.replicas.ranks
         if pipeline.sums_by_tree:
             return self._train_by_tree(everyone, weights, by_micro_batch)
-        usual, reported = pipeline.weights_in_backward, pipeline.weights[0]
-        count, parameters = len(usual), self._reference.model.parameters()
+        # The weights of a replica's micro-batches in the loss that starts backward (each is 1 with
+        # delay_scale_loss), and the weight of each in the loss that is reported.
+        in_backward, reported = pipeline.weights_in_backward, pipeline.weights[0]
+        count, parameters = len(in_backward), self._reference.model.parameters()
+        # How many shares of the loss are summed to one number; 0 sums all of a replica.
         units = pipeline.units.count if by_micro_batch else 0
-        losses, gradients = [], []
+        losses, gradients = [], []  # by replica: of each loss function, and of each parameter
         by_tokens = pipeline.token_weights(everyone.labels, SoleGroup()) if not weights else None
         # Replica by replica, as the pipeline adds up: the sum of two has its bits.
         for first in range(0, replicas * count, count):
             batches = MicroBatches(*(part[first : first + count] for part in everyone))
             if by_tokens:  # these weights are shares of all replicas, whose gradients are averaged
                 weights = [weight * replicas for weight in by_tokens[first : first + count]]
-            shares = self.accumulate(batches, weights or usual, first)
+            shares = self.accumulate(batches, weights or in_backward, first)
             losses.append([_sum_shares(of_function, units) for of_function in shares])
             if replicas > 1:
                 gradients.append(
                     [None if p.grad is None else dense(p.grad, p).clone() for p in parameters]
                 )
                 drop_gradients(parameters)
-        share = pipeline.weights_of_all_replicas[0] / usual[0]
-        # With delay_scale_loss gradients are divided after backward.
-        delayed = int(usual[0] / reported)
+        # The share of a replica's gradient in the sum: 1 / replicas if gradients are averaged.
+        share = pipeline.weights_of_all_replicas[0] / in_backward[0]
+        # With delay_scale_loss gradients are divided after backward; otherwise this is 1.
+        divisor = int(in_backward[0] / reported)
         with paddle.no_grad():
             for parameter, of_replicas in zip(parameters, zip(*gradients)):
                 parts = [weighted(grad, share) for grad in of_replicas if grad is not None]
                 if parts:
                     parameter.grad = sum_in_order(parts)
-            for parameter in parameters if delayed != 1 else ():
+            for parameter in parameters if divisor != 1 else ():
                 if parameter.grad is not None:
-                    parameter.grad = parameter.grad / delayed
-        # The gradients may be those of a summed loss; the reported loss is always a mean.
+                    parameter.grad = parameter.grad / divisor
+        # Gradients may be summed over the replicas; the reported loss is always their mean.
         mean = Fraction(1, replicas)
-        undelayed = Fraction(1) if by_micro_batch else reported / usual[0]
+        # Turns a loss with the weights of backward into the reported one. The losses of single
+        # micro-batches are reported as they are in backward.
+        to_reported = Fraction(1) if by_micro_batch else reported / in_backward[0]
         totals = [
-            weighted(sum_in_order([weighted(loss, undelayed) for loss in of_replicas]), mean)
+            weighted(sum_in_order([weighted(loss, to_reported) for loss in of_replicas]), mean)
             for of_replicas in zip(*losses)
         ]
         return totals if len(totals) > 1 else totals[0]
@@ -213,22 +221,26 @@ class Beside:
     def _train_by_tree(
         self, everyone: MicroBatches, weights: Sequence[Fraction] | None, by_micro_batch: bool
     ) -> Nest:
-        """Trains as :meth:`train` does; all replicas' micro-batches are summed by binary trees."""
+        """Trains as :meth:`train` does; all replicas' micro-batches are summed by binary trees.
+
+        The arguments and the result are those of :meth:`train`.
+        """
         pipeline, replicas = self._pipeline, self._pipeline.replicas.ranks
-        usual = pipeline.weights_of_all_replicas
+        # The weight of each micro-batch of all replicas in the loss that starts backward.
+        in_backward = pipeline.weights_of_all_replicas
         if weights:
-            share = usual[0] / pipeline.weights_in_backward[0]
-            usual = [weight * share for weight in weights] * replicas
+            share = in_backward[0] / pipeline.weights_in_backward[0]
+            in_backward = [weight * share for weight in weights] * replicas
         else:
-            usual = pipeline.token_weights(everyone.labels, SoleGroup()) or usual
+            in_backward = pipeline.token_weights(everyone.labels, SoleGroup()) or in_backward
         model = self._reference.model
         if isinstance(model, SingleModel):
             uses = model.begin_uses()
         else:  # a user's own model counts as one use of each of its parameters
             uses = Uses({0: {0: model.parameters()}}, lambda _number, _parameter: (), ())
-        shares = self.accumulate(everyone, usual, 0, GradientTrees(uses, len(usual)))
+        shares = self.accumulate(everyone, in_backward, 0, GradientTrees(uses, len(in_backward)))
         if by_micro_batch:
-            count = len(usual) // replicas
+            count = len(in_backward) // replicas
             shares = [
                 [tree(of_function[n::count], operator.add) for n in range(count)]
                 for of_function in shares
@@ -236,7 +248,7 @@ class Beside:
             totals = [_stack(of_function) for of_function in shares]
         else:
             totals = [tree(of_function, operator.add) for of_function in shares]
-        # The gradients may be those of a summed loss; the reported loss is always a mean.
+        # Gradients may be summed over the replicas; the reported loss is always their mean.
         mean = pipeline.weights_in_backward[0] / pipeline.weights_of_all_replicas[0] / replicas
         totals = [weighted(total, mean) for total in totals]
         return totals if len(totals) > 1 else totals[0]
@@ -262,7 +274,8 @@ class Beside:
 
         Returns:
             For each loss function, the share of each unit in the loss of the batch; the gradients
-            are on the parameters.
+            are on the parameters. A unit is what a stage runs at once: a micro-batch, or a chunk of
+            its sequences.
         """
         reference, units = self._reference, self._pipeline.units
         reference.train()
@@ -294,10 +307,17 @@ class Beside:
 
 @backward_running()
 def _backward(states: UnitStates, number: int, losses: list[Tensor]) -> None:
-    """Runs the backward of a unit from its first loss, and detaches its losses in the list."""
+    """Runs the backward of a unit from its first loss, and detaches its losses in the list.
+
+    Args:
+        states: What layers keep from one unit of a micro-batch for the next.
+        number: The unit.
+        losses: Its losses, one for each loss function.
+    """
     try:
-        with states.backward(0, number) as (kept, grads):
-            paddle.autograd.backward([losses[0], *kept], [None, *grads])
+        # Backward starts from tensors kept for later units too, with the gradients of those.
+        with states.backward(0, number) as (kept, kept_grads):
+            paddle.autograd.backward([losses[0], *kept], [None, *kept_grads])
         states.release(0, number)
     except Exception as error:
         raise cause_of_backward(error)  # noqa: B904 (the error itself, or its cause)
@@ -326,7 +346,9 @@ def _stack(losses: Sequence[Tensor]) -> Tensor:
 def as_the_next_batch(keys: random_keys.Keys | None) -> Iterator[None]:
     """While it is open, random numbers are those of the batch of ``keys``.
 
-    Before the pipeline's batch, ``keys`` are those of ``next_keys``; None without keyed numbers.
+    Args:
+        keys: The keys of the random numbers of a batch; before the pipeline runs the batch, its
+            ``next_keys`` returns them. None if random numbers have no keys.
     """
     keyed = random_keys.under_keys(keys, SoleGroup())  # all ranks have these keys already
     with random_keys.random_states_kept(), keyed, tensor_parallel.alone():
