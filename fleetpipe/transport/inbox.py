@@ -98,7 +98,8 @@ class _Channel:
         header: The header fields that each message must have: kind, source, target, structure,
             payload.
         structure: The structure of each value.
-        spare: For each message that may come, tensors and their memory, allocated before.
+        spare: For each of the next messages, as far as they are allocated: its tensors, and their
+            memory.
     """
 
     def __init__(self, header: Header, name: str, structure: Structure) -> None:
@@ -107,13 +108,18 @@ class _Channel:
         self.header = (*header[1:4], header.structure, structure.nbytes)
         self.structure = structure
         self.spare: list[tuple[list[Any], list[memoryview]]] = []
-        self._most_spare = 1
+        #: The number of messages for which the next call of :meth:`prepare` allocates.
+        self._next_count = 1
 
     def prepare(self) -> None:
-        """Allocates the tensors for one message, or for several after many small ones."""
-        self.spare += bridge.allocate_several(self.structure.leaves, self._most_spare)
+        """Allocates the tensors of the next message; of several at once if messages are small.
+
+        Small messages of one structure usually follow each other: each call allocates for twice as
+        many of them as the call before, up to ``_MOST_SPARE``.
+        """
+        self.spare += bridge.allocate_several(self.structure.leaves, self._next_count)
         if self.structure.nbytes <= _SMALL_BYTES:
-            self._most_spare = min(2 * self._most_spare, _MOST_SPARE)
+            self._next_count = min(2 * self._next_count, _MOST_SPARE)
 
 
 class Inbox:
@@ -152,12 +158,14 @@ class Inbox:
         self._begin = self._end = 0
         #: The message that is being read.
         self._frame: _Frame | None = None
-        #: The channels by number, and by kind, source, target and name.
+        #: The channels by their number in headers, and by kind, source, target and name.
         self._channels: dict[int, _Channel] = {}
         self._by_key: dict[tuple[Any, ...], _Channel] = {}
-        #: By key, the messages stored for later: value, bytes, and number of the sender's call.
+        #: By key, the messages stored for later: the value, its bytes, and the kind of the sender's
+        #: collective call, as a number.
         self._stored: dict[MessageKey, deque[tuple[Any, int, int]]] = {}
-        #: Of :meth:`flight`: whether nobody waited for it, minus its bytes, and its seconds.
+        #: The message that :meth:`flight` reports: whether it came while this end computed, minus
+        #: its bytes, and its seconds. The smallest such tuple is the best measurement.
         self._quickest: tuple[bool, int, float] | None = None
 
     @property
@@ -183,8 +191,8 @@ class Inbox:
         """Takes the oldest message of a key, after reading what has arrived; never waits.
 
         Returns:
-            (True, its value, the number of its sender's call) or, if there is none, (False, None,
-            0).
+            (True, its value, the kind of its sender's collective call as a number) or, if there is
+            none, (False, None, 0).
 
         Raises:
             TransportError: The stream is damaged.
@@ -209,7 +217,10 @@ class Inbox:
         return key in self._stored
 
     def prepare(self, key: MessageKey) -> None:
-        """Allocates the tensors of an awaited message while this rank has nothing else to do."""
+        """Allocates the tensors of an awaited message while this rank has nothing else to do.
+
+        It allocates nothing if tensors for the message are there, or its structure is unknown.
+        """
         channel = self._by_key.get(key[:4])
         if channel is not None and not channel.spare:
             channel.prepare()

@@ -87,7 +87,11 @@ class SocketTransport:
         timeout: Seconds that ``send`` waits for a slow peer.
         posts: False: the kernel receives by itself; see :class:`base.Transport`.
         call: The kind of this rank's present collective call, as a number in message headers.
-        in_step: The peers whose messages must be of the same collective call as this rank's.
+        in_step: The peers that make the same collective calls in the same order as this rank: a
+            message of theirs from another kind of call is an error.
+        messages: The number of values sent so far.
+        announcements: The number of these messages that announced a new structure of their value.
+        bytes_sent: The bytes of tensor data in these messages.
     """
 
     posts = False
@@ -170,10 +174,13 @@ class SocketTransport:
         """Takes a message if it has arrived; see :meth:`base.Transport.try_receive`.
 
         Raises:
+            PeerFailed: The peer is gone; or it sent the message in another kind of collective call
+                than this rank's, though it is one of ``in_step``.
             TransportError: The peer's stream is damaged.
         """
         connection = self._connections.get(peer) or self._raise_unconnected(peer, key)
         arrived, value, call = connection.inbox.take(key)
+        # A message of kind "L" may be taken in a later call than that in which it was sent.
         if arrived and call != self.call and peer in self.in_step and key.kind != "L":
             raise PeerFailed(
                 f"rank {peer} is at another collective call than rank {self.rank}",
@@ -188,6 +195,9 @@ class SocketTransport:
         """Waits for a message; see :meth:`base.Transport.receive`.
 
         Raises:
+            PeerFailed: As for :meth:`try_receive`; or this transport was interrupted, or any peer
+                ended before its work was done.
+            PipelineTimeout: The message did not come in time.
             TransportError: The peer's stream is damaged.
         """
         limit, peers = Limit(timeout), (peer,)
@@ -208,6 +218,8 @@ class SocketTransport:
         """Waits for any of some messages; see :class:`base.AnyOrderTransport`.
 
         Raises:
+            PeerFailed: A peer is gone, or this transport was interrupted.
+            PipelineTimeout: None of the messages came in time.
             TransportError: A peer's stream is damaged.
         """
         peers = [peer for peer, _ in messages]
@@ -240,7 +252,10 @@ class SocketTransport:
         return has_come
 
     def queues(self) -> tuple[int, int]:
-        """Returns the numbers of untaken message keys and of unsent bytes; any thread may ask."""
+        """Returns the number of keys with untaken messages, and that of unsent bytes.
+
+        Any thread may call it.
+        """
         connections = self._connections.values()
         messages = sum(connection.inbox.messages for connection in connections)
         return messages, sum(connection.outbox.backlog for connection in connections)
@@ -298,7 +313,7 @@ class SocketTransport:
         self._release()
 
     def _release(self) -> None:
-        """Closes everything but the connections, which are closed before, and forgets these."""
+        """Closes all but the connections, which the caller has closed, and forgets them."""
         self._closed = True
         self._connections = {}
         self._queue = None
@@ -326,7 +341,7 @@ class SocketTransport:
 
         Raises:
             PeerFailed: A rank died during the wait.
-            PipelineTimeout: The peer has not taken enough of them within the transport's limit.
+            PipelineTimeout: The peer has not taken enough bytes within the transport's limit.
         """
         limit = Limit(self.timeout)
         route = Route(key, self.rank, connection.peer)
@@ -364,7 +379,7 @@ class SocketTransport:
                 self._full.discard(connection)
                 self._selector.register(connection.fd, selectors.EVENT_READ, connection)
         self.awaited = next(iter(awaited), None)
-        # Made here: it is that of the thread that waits.
+        # Created here, since it measures the thread that creates it: the one that waits.
         queue = self._queue = self._queue or ProcessorQueue()
         queued, begin = queue.seconds(), time.monotonic()
         ready = self._selector.select(nap)
@@ -372,14 +387,14 @@ class SocketTransport:
         if awaited:
             self.waited += time.monotonic() - begin
         self.awaited = None
-        for key, _ in ready:
-            if key.data is None:
+        for registered, _ in ready:
+            if registered.data is None:  # ``_wake`` was called, by another thread
                 self._woken.recv(4096)
                 continue
-            key.data.inbox.delay = delay
-            if key.data.peer not in awaited:
-                self._read_ahead(key.data)
-                key.data.inbox.delay = None
+            registered.data.inbox.delay = delay
+            if registered.data.peer not in awaited:
+                self._read_ahead(registered.data)
+                registered.data.inbox.delay = None
         return True
 
     def _read_ahead(self, connection: Connection) -> None:
@@ -403,10 +418,13 @@ class SocketTransport:
             self._wake()
 
     def _raise_if_any_died(self, route: Route) -> None:
-        """Raises an error if this transport was interrupted, or a peer left before its end.
+        """Raises an error if this transport was interrupted, or a peer ended too early.
+
+        That is a peer whose connection ended without a goodbye, or whose goodbye gives an error as
+        its reason. A peer that has done all its work says goodbye without a reason.
 
         Args:
-            route: The message that this rank waits for, for the error.
+            route: The message that this rank waits for or sends, for the error.
         """
         if self._interrupted:
             raise interruption_error(route)
@@ -418,7 +436,14 @@ class SocketTransport:
     def _receive_timeout(
         self, peer: int, key: MessageKey, timeout: float, alternatives: int = 0
     ) -> PipelineTimeout:
-        """Returns the error that neither a message nor one of its ``alternatives`` came in time."""
+        """Returns the error that neither a message nor one of its ``alternatives`` came in time.
+
+        Args:
+            peer: The rank that should have sent the message.
+            key: The message's key.
+            timeout: The limit in seconds.
+            alternatives: The number of other messages that would have ended the wait too.
+        """
         got = f"from rank {peer}: {self._connections[peer].inbox.summary()}"
         instead = f", or one of {alternatives} others that it could go on with" * (alternatives > 0)
         return message_timeout(Route(key, peer, self.rank), timeout, instead, got)
