@@ -33,8 +33,9 @@ _STATE = "the state"
 #: The suffixes of the files that Paddle writes for one program.
 _SUFFIXES = (".pdparams", ".pdopt", ".pdmodel", ".json")
 
-#: The option ``names`` of :class:`fleetpipe.CheckpointManager`: the fully qualified name of each
-#: parameter, ``_BY_ORDER``, or None for the program's own names.
+#: The option ``names`` of :class:`fleetpipe.CheckpointManager`: the fully qualified names by the
+#: program's names of parameters; ``_BY_ORDER``, to match a checkpoint's entries by their order; or
+#: None, to use the program's own names.
 _Names = Mapping[str, str] | str | None
 _BY_ORDER = "order"
 
@@ -333,11 +334,11 @@ class ProgramParts:
     """
 
     def __init__(self, pipeline: StaticPipeline, names: _Names) -> None:
-        """Finds the variables in the global scope.
+        """Finds the parameters and statistics of this process's stages in the global scope.
 
         Args:
             pipeline: The pipeline of the program.
-            names: The option ``names`` of :class:`fleetpipe.CheckpointManager`.
+            names: How a checkpoint calls them: see :data:`_Names`.
 
         Raises:
             ConfigError: ``names`` does not fit the program.
@@ -346,8 +347,9 @@ class ProgramParts:
         """
         pipeline.require_current()
         self._pipeline, self._scope = pipeline, static.global_scope()
-        #: The fully qualified name of each parameter and statistic.
+        #: By the program's name of each parameter and statistic, its fully qualified name.
         self._names = _full_names(pipeline.declared, names)
+        # Statistics differ between replicas, which see other data; trained parameters do not.
         trained = set(pipeline.parameters)
         tensors = {
             self._names[name]: LocalTensor(self._shared_tensor(name), differs=name not in trained)
@@ -360,7 +362,11 @@ class ProgramParts:
         self.minimized_by: Optimizer = pipeline.optimizer
 
     def optimizer_state(self) -> dict[str, tuple[dict[str, LocalTensor], LocalTensor | None]]:
-        """Returns the optimizer's variables by kind, and the master weight, of each parameter.
+        """Returns the optimizer's state of each parameter that this process trains.
+
+        Returns:
+            By the fully qualified name of a parameter: the optimizer's variables by kind, such as
+            "moment1", and the master weight, or None without one.
 
         Raises:
             ConfigError: The optimizer has state that belongs to no parameter.
@@ -399,16 +405,16 @@ class ProgramParts:
         self._pipeline.begin_streams(streams)
 
     def _shared_tensor(self, name: str) -> Any:
-        """Returns a dynamic tensor that shares the memory of a variable."""
+        """Returns a dynamic tensor that shares the memory of the scope's variable ``name``."""
         return dynamic_tensor(tensor_in(self._scope, name))
 
 
 def _full_names(declared: Mapping[str, Sequence[int]], names: _Names) -> dict[str, str]:
-    """Returns the fully qualified name of each parameter and statistic.
+    """Returns the fully qualified name of each parameter and statistic, by the program's name.
 
     Args:
-        declared: The parameters and statistics, by the program's names.
-        names: The option ``names`` of :class:`fleetpipe.CheckpointManager`.
+        declared: The shapes of the parameters and statistics, by the program's names.
+        names: The option ``names`` of :class:`fleetpipe.CheckpointManager`; see :data:`_Names`.
 
     Raises:
         ConfigError: ``names`` has a name that the program lacks, or one name for two parameters.
@@ -428,6 +434,7 @@ def _full_names(declared: Mapping[str, Sequence[int]], names: _Names) -> dict[st
                 "fleetpipe.static.state_dict() does",
             )
     full_names = {name: wanted.get(name, name) for name in declared}
+    # The program's name by the fully qualified name, to find one that is given twice.
     users: dict[str, str] = {}
     for name, full in full_names.items():
         if users.setdefault(full, name) != name:

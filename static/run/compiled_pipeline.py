@@ -81,6 +81,7 @@ def gradient_norm(gradients: Mapping[str, Tensor], counted: Sequence[str], group
         counted: The names of the gradients that this rank counts.
         group: The ranks of the pipeline.
     """
+    # The sum of the squares of each counted gradient, by name.
     local = {name: (gradients[name] * gradients[name]).sum() for name in counted}
     squares: dict[str, Tensor] = {}
     for by_name in group.all_gather(local):
@@ -106,8 +107,9 @@ class Recipe:
         update: The optimizer step; None if this process has nothing to train.
         optimizer: The user's optimizer.
         parameters: Names of the parameters that this process trains, sorted.
-        shared: Names of the parameters that several ranks train, sorted.
-        counted: Names of the parameters that this process counts in the global norm.
+        shared: Names of the tied parameters, which several ranks of the pipeline train, sorted.
+        counted: Names of the parameters that this process counts in the global norm; a tied one is
+            counted on one of its ranks.
         limit: The limit of the global norm if the ranks clip together, else None.
         job: The job.
         trace: The trace that records steps; None for no trace.
@@ -156,7 +158,19 @@ class Recipe:
 
 
 class Compiled:
-    """Runs batches in one scope on one device, and fetches a fixed set of values."""
+    """Runs batches in one scope on one device, and fetches a fixed set of values.
+
+    An accumulator is the scope's variable in which the micro-batches of a batch add up the gradient
+    of a parameter.
+
+    Attributes:
+        fetches: The values that can be fetched, by their numbers in the split.
+        scope: The scope of the variables.
+        place: The device.
+        stage: The stages of this process, as the engine runs them.
+        observers: What watches the batches: a trace, if any, and the meter of steps.
+        engine: Runs the operations of the plan.
+    """
 
     def __init__(
         self,
@@ -173,7 +187,7 @@ class Compiled:
             recipe: What the pipeline is compiled from.
             programs: The programs of each stage of this process.
             streams: The random streams of the stages.
-            fetches: The values that can be fetched.
+            fetches: The values that can be fetched, by their numbers in the split.
             scope: The scope of the variables.
             place: The device.
 
@@ -214,14 +228,20 @@ class Compiled:
         }
 
     def reduce(self) -> None:
-        """Sums the accumulators over ranks, and sets the clip factor. Collective over the job."""
+        """Sums the accumulated gradients over ranks, and sets the clip factor.
+
+        Collective over the job. Gradients of tied parameters are summed over the pipeline's ranks
+        that use them, then all gradients over the replicas. For the global norm each parameter is
+        counted once, on one of its ranks.
+        """
         recipe, job = self._recipe, self._recipe.job
         add_shared(self._gradients, recipe.shared, job.group())
         if job.replicas().ranks > 1:
             job.replicas().all_reduce([self._gradients[name] for name in sorted(self._gradients)])
         if recipe.limit is not None:
             norm = gradient_norm(self._gradients, recipe.counted, job.group())
-            # Read when the progress of the job is read.
+            # The method, not its result: it waits for the device, and is called when somebody
+            # reads the progress of the job.
             job.progress.gradient_norm = norm.item
             factor = clip_factor(norm, recipe.limit)
             share_data(tensor_of(self.scope, recipe.split.names.clip_factor), factor.get_tensor())
@@ -236,7 +256,7 @@ class Compiled:
         update = self._recipe.update
         if update is None or self._run_step is None:
             return
-        # Also without a scheduler: set_lr may have changed the rate.
+        # The rate is set before each step, also without a scheduler: set_lr may have changed it.
         tensor = tensor_of(self.scope, update.rate_name)
         numbers = np.full_like(np.array(tensor), current_rate(self._recipe.optimizer))
         tensor.set(numbers, self.place)
