@@ -98,12 +98,20 @@ class OwnedNodes(OwnedStages):
 
     def layers(self, stage: int) -> Mapping[int, Callable[..., Nest]]:
         """Returns the layers that are nodes of a stage, by the number of their first entry."""
+        # The stages after the captured ones are the parts of a vocabulary head.
         if stage >= self._captures.stages:
             return super().layers(stage)
         return self._captures.of_example(training=True).layers(stage)
 
     def calls_of(self, stage: int, value: Nest) -> tuple[Mapping[int, Callable[..., Nest]], Nest]:
-        """Returns the functions of a stage by the number of the entry, and the first one's input.
+        """Returns the functions that a stage runs, and the input of the first of them.
+
+        Args:
+            stage: The stage.
+            value: The value that the stage receives; stage 0 receives the inputs of the model.
+
+        Returns:
+            The functions, by the number of their entry, and the input of the first function.
 
         Raises:
             ConfigError: The forward makes other calls for this micro-batch than for the example.
@@ -131,7 +139,7 @@ class OwnedNodes(OwnedStages):
     def begin_uses(self, of_losses: Sequence[Tensor], shared: Collection[Tensor]) -> Uses:
         """Returns a record of the uses of each parameter of these stages in the coming batch.
 
-        See :meth:`OwnedStages.begin_uses`.
+        The arguments are those of :meth:`OwnedStages.begin_uses`.
 
         Raises:
             ConfigError: Nodes of one stage use the same parameter.
@@ -139,7 +147,7 @@ class OwnedNodes(OwnedStages):
         parameters = {
             n: [*filter(is_parameter, used)] for n, used in enumerate(self._tensors_of_entries())
         }
-        return Uses(self._by_stage(parameters, of_losses), _refuse_slots, shared)
+        return Uses(self._by_stage(parameters, of_losses), _refuse_second_use, shared)
 
     def cut_places(self) -> tuple[int, ...]:
         """Returns the numbers of the entries with which a stage after stage 0 may begin."""
@@ -153,8 +161,16 @@ def _function_names(staged: StagedCapture) -> list[object]:
     return [getattr(function, "__name__", None) for function in staged.functions]
 
 
-def _refuse_slots(number: int, parameter: Tensor) -> NoReturn:
-    """Raises the error for a parameter that two nodes of one stage use, under sums by a tree."""
+def _refuse_second_use(number: int, parameter: Tensor) -> NoReturn:
+    """Refuses that two nodes of one stage use the same parameter, if gradients are summed by trees.
+
+    Args:
+        number: The number of the entry of the second node.
+        parameter: The parameter.
+
+    Raises:
+        ConfigError: Always.
+    """
     raise ConfigError(
         "with sums by a tree the uses of a tied weight leave gradients apart, and two nodes of one "
         "stage of a captured model would leave their sum",
@@ -171,7 +187,8 @@ class Findings(NamedTuple):
         choice: The cut that was chosen by cost; None if the user gave the cut.
         proof: The result of the comparison with the plain model; None if nothing was compared.
         plan: The plan that the cut comes from; None without a plan.
-        shadowed: The number of first batches on which the plain model is to be trained too.
+        shadowed: How many of the first batches train the plain model too, to compare the two; 0
+            for none.
         head: The vocabulary head whose parts are stages of their own; None without one.
     """
 
@@ -201,7 +218,9 @@ class CapturedPipeline(PipelineLayer):
     choice: Choice | None
     proof: Proof | None
     users: dict[str, tuple[int, ...]]
+    #: The parameters and buffers of the plain model when they were last compared, by name.
     _tensors: dict[str, SameObject]
+    #: See :class:`Findings`.
     _head: Head | None
     _shadowed: int
 
@@ -286,7 +305,11 @@ class CapturedPipeline(PipelineLayer):
                 refuse_values_of(parameter)
 
     def _register_state(self, users: dict[str, tuple[int, ...]]) -> None:
-        """Registers the sublayers and tensors of this process's stages under the model's names."""
+        """Registers the sublayers and tensors of this process's stages under the model's names.
+
+        Args:
+            users: The stages that use each parameter or buffer, by its name.
+        """
         slots = [Slot.of(name, tensor) for name, tensor in self.plain.state_dict().items()]
         nodes = [node.name for node in self.captures.of_example(training=True).trace.nodes]
         self.state = CapturedState(self, slots, users, nodes, self.holders)
@@ -297,7 +320,7 @@ class CapturedPipeline(PipelineLayer):
         self.state.keep_parameters()
 
     def _share_sublayers(self) -> None:
-        """Gives this layer the sublayers and tensors of the plain model that its stages need."""
+        """Registers in this layer the plain model's sublayers and tensors that its stages use."""
         part, state, owned = self.plain, self.plain.state_dict(), set(self._owned)
         if len(owned) < self.placement.stages:
             # Tensors that no node uses are in stage 0.
@@ -323,25 +346,37 @@ class CapturedPipeline(PipelineLayer):
         return self.train(False)
 
     def begin(self, training: bool) -> None:
-        """Begins a batch, with the plain model's modes."""
+        """Begins a batch: puts the plain model into its mode, and follows changes of the model.
+
+        Args:
+            training: Whether the batch trains, instead of running forward only.
+        """
         super().begin(training)
         self._follow()
 
     @property
     def with_modes(self) -> Layer:
-        """The plain model, which has the layers' modes."""
+        """The plain model: a script switches its layers between training and evaluation."""
         return self.plain
 
     def follow(self) -> None:
         """Does nothing: the captured runs decide which layers run."""
 
+    # The checks of a list of layers do not apply either: a capture has checks of its own.
     require_listed = hidden_uses = follow
 
     def _follow(self) -> CapturedPipeline:
-        """Captures the plain model anew if a script has changed it, and copies its modes.
+        """Follows the changes that a script has made to the plain model since the last call.
+
+        If an attribute on which the forward depends has changed, the forward is captured anew. The
+        modes of the plain model's layers are copied to this pipeline.
+
+        Returns:
+            This pipeline.
 
         Raises:
-            CaptureError: A parameter was replaced, or a stage would use a tensor of another one.
+            CaptureError: A parameter was replaced, or a stage would use a tensor that only another
+                stage has.
         """
         change, now = self.captures.detect_change(), tensor_references(self.plain)
         require_same_parameters(self._tensors, now)
@@ -351,8 +386,10 @@ class CapturedPipeline(PipelineLayer):
             # A script may have added buffers, or sublayers without parameters.
             self._share_sublayers()
         self.__dict__["_tensors"] = now
+        # Most sublayers of this pipeline are the plain model's own. Where this process has a part
+        # of one only, another Layer at its path has this part, and gets its mode here.
         layers = {id(layer) for layer in self.plain.sublayers()}
-        modes = {path: part.training for path, part in self.plain.named_sublayers()}
+        modes = {path: sublayer.training for path, sublayer in self.plain.named_sublayers()}
         for path, layer in self.named_sublayers(include_self=True):
             if id(layer) not in layers:
                 layer.training = modes.get(path, self.plain.training)
@@ -383,7 +420,10 @@ class CapturedPipeline(PipelineLayer):
     def companion(self, pipeline: PipelineParallel) -> BatchObserver | None:
         """Returns an observer that trains the plain model on the pipeline's first batches too.
 
-        Returns None if no batch is to be compared so.
+        It compares the two. None is returned if no batch is to be compared.
+
+        Args:
+            pipeline: The wrapper of this model.
         """
         if not self._shadowed:
             return None
@@ -396,7 +436,10 @@ class CapturedPipeline(PipelineLayer):
         return PlainCopy(self.plain, capturer.example, capturer.unopened)
 
     def _layer_infos(self) -> list[LayerInfo]:
-        """Returns the name of each entry, and the elements of parameters no earlier one uses."""
+        """Returns each entry's name, and the size of its parameters that no earlier entry uses.
+
+        The size is the number of elements.
+        """
         return [
             LayerInfo(entry.__name__, sum(math.prod(t.shape) for t in new if not t.stop_gradient))
             for entry, new in zip(self._layers_desc, first_uses(self._tensors_of_entries()))
@@ -413,10 +456,11 @@ class CapturedPipeline(PipelineLayer):
         of_head = [] if self._head is None else [part.parameters() for part in self._head.parts]
         used.update(id(tensor) for tensors in of_head for tensor in tensors)
         unused = [t for t in self.plain.state_dict().values() if id(t) not in used]
+        # The entry of the outputs uses no tensors, and neither does the loss at the end of a head.
         return [unused, *uses, [], *of_head, *([[]] if of_head else [])]
 
     def _nodes_of(self, stages: Sequence[int]) -> list[Node]:
-        """Returns the nodes of some stages, in training and in evaluation."""
+        """Returns the nodes of some stages: in training, then in evaluation, then of the head."""
         body, nodes = self.placement.body, list[Node]()
         for training in (True, False):
             staged = self.captures.of_example(training)

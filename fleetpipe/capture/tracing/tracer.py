@@ -107,6 +107,7 @@ def record(
             tensor for a loss.
     """
     generators = Generators(model)
+    # Watching each line is slow: a run does so only after another one has drawn random numbers.
     watches_lines = False
     while True:
         # A forward may write into what it is given.
@@ -135,6 +136,9 @@ def record(
 
 class _Tracer(NodeFinder):
     """Records the nodes of one run of a model's forward.
+
+    Its methods that override those of :class:`NodeFinder` are called within :meth:`run`. The
+    current layer is the innermost opened layer that is running, whose code makes the call.
 
     Attributes:
         unopenable: The classes of layers that cannot be captured call by call, and why.
@@ -170,7 +174,10 @@ class _Tracer(NodeFinder):
         self.unopenable: dict[type, str] = {}
 
     def ref_of(self, tensor: Tensor) -> StateRef | None:
-        """Returns the placeholder of a parameter or buffer that existed before the run."""
+        """Returns the placeholder of a parameter or buffer that existed before the run.
+
+        Returns None for any other tensor.
+        """
         return self._state.ref_of(tensor)
 
     def run(self, inputs: Nest, random_lines: RandomLines | None = None) -> Capture:
@@ -190,8 +197,8 @@ class _Tracer(NodeFinder):
             self._add_value(tensor)
         self._sizes.mark_fixed(integer_tensors_at(inputs, self._shape_inputs))
         input_refs = self._with_placeholders(inputs)
-        halves = {str(p.dtype).rpartition(".")[2] for p in self._model.parameters()}
-        half = "bfloat16" if "bfloat16" in halves else "float16"
+        dtypes = {str(p.dtype).rpartition(".")[2] for p in self._model.parameters()}
+        half = "bfloat16" if "bfloat16" in dtypes else "float16"
         watching = random_lines.watching() if random_lines else nullcontext()
         with (
             intercepting(self),
@@ -225,10 +232,10 @@ class _Tracer(NodeFinder):
         self._refuse_to_open(self._opened[-1], obstacles.DRAWS, location)
 
     def add_state(self, trace: Capture, ids: set[int]) -> Capture:
-        """Adds to a capture the parameters and buffers that each node uses and the run wrote into.
+        """Returns a capture with the parameters and buffers that each node uses or the run wrote.
 
         Args:
-            trace: The capture of the run.
+            trace: The capture of the run, as :meth:`run` returned it.
             ids: The ids of parameters and buffers that the run is known to have changed.
 
         Raises:
@@ -265,14 +272,17 @@ class _Tracer(NodeFinder):
         self._pipe_splits.append(len(self._nodes))
 
     def enter_layer(self, layer: Layer) -> None:
-        """Stores the lengths of an opened layer's lists and dicts before its forward."""
+        """Stores the lengths of an opened layer's lists, dicts and sets before its forward."""
         self._lengths_before.append(_container_lengths(layer))
 
     def leave_layer(self, output: Nest) -> None:
         """Checks that the outputs of an opened layer come from nodes.
 
-        It also records each list or dict of the layer whose length the forward has changed, since
-        no stage repeats that.
+        It also records each list, dict or set of the layer whose length the forward has changed,
+        since no stage repeats that.
+
+        Args:
+            output: The output of the layer, the innermost one that is opened now.
         """
         self._with_placeholders(output)
         layer, lengths_before = self._opened[-1], self._lengths_before.pop()
@@ -281,7 +291,10 @@ class _Tracer(NodeFinder):
                 self._left_out.setdefault(f"it changes {name!r}, {forward_location(layer)}")
 
     def recompute(self, call: Function, function: Function, args: tuple[Any, ...]) -> Any:
-        """Calls the function of a recompute, and records that the stages do not recompute it."""
+        """Calls the function of a recompute, and records that the stages do not recompute it.
+
+        See :meth:`NodeFinder.recompute`.
+        """
         if not self._in_node:
             self._left_out.setdefault(
                 f"it recomputes, {user_location()}; pass recompute_interval to fleetpipe.pipeline"
@@ -289,7 +302,11 @@ class _Tracer(NodeFinder):
         return super().recompute(call, function, args)
 
     def operation(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Runs an operation as a node, or inside of one, and tracks the sizes of its outputs."""
+        """Runs an operation, as a node unless within a running node, and returns its output.
+
+        In both cases :class:`Sizes` tracks which outputs have data-dependent sizes. The current
+        layer becomes unopenable if it iterates over a tensor of such a size.
+        """
         if self._sizes.is_trial_run:
             return function(*args, **named)
         if self._in_node:
@@ -304,10 +321,16 @@ class _Tracer(NodeFinder):
             raise
 
     def read(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Reads a tensor's numbers, and makes the current layer unopenable where it must not.
+        """Calls a function that reads the numbers in a tensor, and returns its result.
 
-        It may read numbers that depend only on the signature, numbers that are only checked, and
-        those of a buffer that no run writes into.
+        Outside of a node, the current layer becomes unopenable if the tensor is a value of this
+        run, a parameter or a buffer. Allowed are numbers that depend only on the signature of the
+        inputs, numbers that the code only checks, and those of a buffer that no run writes into.
+
+        Args:
+            function: The function that reads the numbers.
+            args: Its positional arguments: the tensor first.
+            named: Its keyword arguments.
         """
         ref = self._state.ref_of(args[0])
         if self._in_node:
@@ -327,7 +350,16 @@ class _Tracer(NodeFinder):
         return super().read(function, args, named)
 
     def memory(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Accesses a tensor's memory; the current layer becomes unopenable for a value or state."""
+        """Calls a function that accesses a tensor's memory, and returns its result.
+
+        Outside of a node, the current layer becomes unopenable if the memory is that of a parameter
+        or buffer, or if its own code accesses that of a value of this run.
+
+        Args:
+            function: The function.
+            args: Its positional arguments: the tensor first.
+            named: Its keyword arguments.
+        """
         if not self._in_node:
             by_paddle = called_by_paddle()
             if function.__name__ == "get_tensor" and by_paddle:
@@ -340,7 +372,15 @@ class _Tracer(NodeFinder):
         return super().memory(function, args, named)
 
     def shape(self, tensor: Tensor, shape: list[int]) -> list[Any]:
-        """Returns the shape of a tensor, with a :class:`Size` for each data-dependent size."""
+        """Returns what code gets that reads the shape of a tensor outside of a node.
+
+        That is the shape, with a :class:`Size` in place of each data-dependent size. Code inside of
+        a node gets the shape itself.
+
+        Args:
+            tensor: The tensor.
+            shape: Its shape.
+        """
         if self._sizes.is_trial_run or not self._sizes.is_data_dependent(tensor):
             return shape
         if self._in_node:
@@ -351,16 +391,20 @@ class _Tracer(NodeFinder):
         )
 
     def backward(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Computes gradients; the current layer becomes unopenable if its own code asks for it."""
+        """Calls a function that computes gradients, and returns its result.
+
+        The current layer becomes unopenable if its own code makes the call, outside of a node.
+        """
         if not self._in_node:
             self._refuse_current_layer(obstacles.BACKWARD)
         return super().backward(function, args, named)
 
     def assigned(self, put: Function, layer: Layer, name: str, value: Any) -> None:
-        """Sets an attribute of a layer to ``value``.
+        """Sets an attribute of a layer by ``put(layer, name, value)``.
 
-        The current layer becomes unopenable if it stores a tensor so. Any other attribute that it
-        sets is recorded, since no stage repeats that.
+        The current layer becomes unopenable if its code stores a tensor so, or replaces a buffer by
+        something else than a tensor. A switch between training and evaluation is recorded, and so
+        is any other attribute that the code sets, since no stage repeats that.
         """
         if not self._in_node:
             if name == "training" and id(layer) in self._paths and value != layer.training:
@@ -379,6 +423,7 @@ class _Tracer(NodeFinder):
 
     def node(self, call: NodeCall) -> Any:
         """Runs the call of a node, records the node, and returns the call's output."""
+        # Code that has read a data-dependent size passes it on as a Size; nodes take numbers.
         if self._sizes.handed_out and any(
             type(x) is Size for _, x in parts((call.args, call.named))
         ):
@@ -400,6 +445,7 @@ class _Tracer(NodeFinder):
         with lend_zeros([*tensors, *state_of_layer]):
             output = self._run_node(call)
         values, function = self._values, call.function
+        # A silent write into a value raises its version, here and in stages: autograd notices it.
         if is_silent(function) and id(tensors[0]) in values:
             function = raising_version(function)
             note_write(tensors[0])
@@ -456,28 +502,40 @@ class _Tracer(NodeFinder):
             call: The call of the node, before it is made.
             tensors: The tensors among its arguments.
         """
+        # The code assigns to ``target.data``, or sets another tensor in place of a buffer.
         if call.function is set_data and len(tensors) > 1:
             target, value = tensors[:2]
             obstacle = self._state.replacement_obstacle(target, value, call.call is set_data)
             if obstacle is not None:
                 self._refuse_current_layer(obstacle)
         target = target_of(call.function, call.args)
+        # A stage repeats a write into a value, which is a new value afterwards.
         if target is None or id(target) in self._values:
             return
         ref = self._state.ref_of(target)
         if ref is None:
+            # A tensor without memory is allowed: no earlier micro-batch has left a value in it.
             if has_memory(target):
                 self._refuse_current_layer(obstacles.FOREIGN)
             return
+        # Allowed are writes into buffers and frozen parameters, those that leave the version as it
+        # is, and all while gradients are off.
         if target.stop_gradient or is_silent(call.function) or not paddle.is_grad_enabled():
             return
+        # A trained parameter, while gradients are on: only paddle.assign may write into it, and
+        # only values that need no gradient.
         if any(not tensor.stop_gradient for tensor in tensors if tensor is not target):
             self._refuse_current_layer(obstacles.writes_gradient_value(ref.path))
         elif call.function.__name__ != "assign_out_":
             self._refuse_current_layer(obstacles.outside_no_grad(ref.path))
 
     def _value_of_output(self, tensor: Tensor, inputs: Sequence[Tensor]) -> ValueId:
-        """Returns the number of the value of a tensor that a node with these inputs returned."""
+        """Returns the number of the value that a tensor holds, which a node has just returned.
+
+        Args:
+            tensor: The tensor. It gets a new value, unless it holds one already.
+            inputs: The tensors among the node's arguments.
+        """
         if id(tensor) in self._values:
             return self._values[id(tensor)]
         number = self._add_value(tensor)
@@ -547,7 +605,7 @@ class _Tracer(NodeFinder):
 
 
 def _version(tensor: Tensor) -> tuple[int, bool]:
-    """Returns a value that changes when a tensor is written into or detached."""
+    """Returns a pair that changes when a tensor is written into or detached."""
     return tensor.inplace_version, tensor.stop_gradient
 
 

@@ -1,5 +1,6 @@
 """Finds lines of the user's code on the stack, for messages and for what a capture must know.
 
+A capture records the nodes of a model's forward: calls of sublayers, and operations outside of any.
 ``fleetpipe.pipe_split`` marks a line of a model's forward at which a stage begins. ``RandomLines``
 finds lines that draw from Python's and NumPy's generators: a capture does not see such numbers, and
 would repeat those of the captured run.
@@ -43,10 +44,10 @@ _TraceFunction = Callable[[FrameType, str, Any], Any]
 def pipe_split() -> None:
     """Starts a stage at this line of a forward that ``fleetpipe.pipeline`` captures.
 
-    It counts if ``split_spec`` is None; it does nothing when a model runs by itself.
+    The call has no effect if ``split_spec`` is given, or when a model runs by itself.
 
     Raises:
-        CaptureError: It is in a sublayer that is captured as a whole.
+        CaptureError: The call is made in a sublayer that is captured as a whole.
     """
     for callback in _pipe_split_callbacks:
         callback()
@@ -131,7 +132,7 @@ def raising_location(error_traceback: TracebackType | None) -> str:
 
 
 def forward_location(model: Layer) -> str | None:
-    """Returns ``file:line`` of the begin of a model's forward; None if it has no source."""
+    """Returns ``file:line`` of the begin of a model's forward; None if it is not Python code."""
     code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
     return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
@@ -156,6 +157,7 @@ class Generators:
                     values += value
                 else:
                     values.append(value)
+        #: The generators of Python's and of NumPy's, without the global ones.
         self._python = [value for value in values if isinstance(value, random.Random)]
         numpy_classes = (np.random.Generator, np.random.RandomState)
         self._numpy: list[Any] = [value for value in values if isinstance(value, numpy_classes)]
@@ -172,18 +174,21 @@ class Generators:
 
 
 class RandomLines:
-    """Reports the lines of a run that draw from generators, except those inside of nodes.
+    """Reports each line of a model's forward that draws random numbers outside of nodes.
 
-    The generators' states are compared at each line: a change was made by the line before.
+    A stage calls a node again for each batch, and so draws anew inside of it; numbers drawn outside
+    would stay those of the captured run. Python calls this object before each line of the user's
+    code (``sys.settrace``). If a generator's state has changed since, the line before has drawn.
     """
 
     def __init__(self, generators: Generators, report: Callable[[str], None]) -> None:
-        """Prepares to watch a run.
+        """Prepares to watch one run of the forward.
 
         Args:
-            generators: The generators to watch.
-            report: Called with file and line of each line that draws.
+            generators: The random generators of Python's and NumPy's to watch.
+            report: Called with ``file:line`` of each line that draws.
         """
+        #: Returns the states of the generators now, and what it returned last.
         self._states, self._last_states = generators.states, generators.states()
         self._report = report
         #: The line that each watched frame has reached.
@@ -192,10 +197,11 @@ class RandomLines:
 
     @contextmanager
     def allow_in_node(self) -> Iterator[Callable[[], bool]]:
-        """Allows random numbers while this context is open, in which a node runs.
+        """Reports no lines while this context is open, in which a node runs.
 
         Yields:
-            A function that returns, once the context is closed, whether any were drawn.
+            A function that returns, once the context is closed, whether the node has drawn random
+            numbers.
         """
         self._report_if_drawn(user_location)
         self._in_node = True
@@ -238,7 +244,10 @@ class RandomLines:
         return f"{frame.f_code.co_filename}:{line}"
 
     def _report_if_drawn(self, location: Callable[[], str]) -> None:
-        """Reports the line that ``location`` returns, if a generator's state has changed."""
+        """Reports the line whose ``file:line`` ``location`` returns, if a generator has been used.
+
+        A generator has been used if its state has changed since the last call.
+        """
         states = self._states()
         if states != self._last_states:
             self._last_states = states

@@ -295,7 +295,10 @@ class Capture:
 
     @cached_property
     def live_bytes(self) -> list[int]:
-        """For each node, the bytes of the values made before it that it or a later node uses."""
+        """For each node, the bytes of the values made before it that it or a later node uses.
+
+        An output of the model counts for all nodes after the one that makes it.
+        """
         last = dict.fromkeys(self.output_values, len(self.nodes))
         for number, node in reversed(list(enumerate(self.nodes))):
             for value in node.uses:
@@ -351,7 +354,8 @@ def move_hooks_to_makers(
 class Unopened:
     """Decides which layers are not opened, so that a call of one is a single node.
 
-    It also has what earlier runs have shown: captures are outdated when :attr:`changes` changes.
+    It also stores what runs have shown about the model. If a later run shows more, :attr:`changes`
+    grows, and the captures of earlier runs are outdated.
 
     Attributes:
         written: The names of the parameters and buffers that some run has written into.
@@ -362,6 +366,7 @@ class Unopened:
         """Stores the classes whose layers are never opened."""
         #: By class, why its layers are not opened.
         self._reasons = dict.fromkeys(classes, "its class is in no_split")
+        #: By path, whether a layer is opened; see :meth:`opens`.
         self._opened: dict[str, bool] = {}
         self.written: set[str] = set()
         self.data_dependent_nodes: set[str] = set()
@@ -394,7 +399,7 @@ class Unopened:
         return self._opened[path]
 
     def reason(self, layer: Layer) -> str | None:
-        """Returns why a layer is not opened; None if it is opened."""
+        """Returns why a layer is not opened, a phrase about "it"; None if it is opened."""
         kind = type(layer)
         if not sublayers_in(layer):
             return "it has no sublayers"
@@ -438,7 +443,7 @@ class NodeCall(NamedTuple):
 
     @property
     def is_users(self) -> bool:
-        """Whether the node calls a layer of a class that is not Paddle's."""
+        """Whether the node calls a layer of the user's: its class is not Paddle's."""
         kind = type(self.function)
         return issubclass(kind, paddle.nn.Layer) and not kind.__module__.startswith("paddle.nn.")
 
@@ -450,8 +455,10 @@ class NodeCall(NamedTuple):
 def require_same(tensor: Tensor, expected: bool, place: str) -> None:
     """Raises an error if a check in the forward has another result than in the captured run.
 
+    It is the function of the node that :meth:`NodeFinder.read` adds for a check.
+
     Args:
-        tensor: The result of the check.
+        tensor: The tensor whose truth the code checks.
         expected: The result in the captured run.
         place: File and line of the check.
 
@@ -470,17 +477,27 @@ def require_same(tensor: Tensor, expected: bool, place: str) -> None:
 class NodeFinder:
     """Finds the nodes of a run of a model's forward, and runs each through :meth:`node`.
 
-    It is a listener of :mod:`fleetpipe.paddle_api.eager_operations`, which calls the other methods
-    in place of the operations and layers of the forward. Subclasses override :meth:`node`.
+    It is an :class:`~fleetpipe.paddle_api.eager_operations.OperationListener`: its public methods
+    are called in place of the operations and layers of the forward. The call that the code would
+    have made is ``function(*args, **named)``; a method returns what the code gets as its result.
+    Subclasses override :meth:`node`, and other methods if they must notice such a call.
+
+    Args:
+        model: The model whose forward runs.
+        unopened: Decides which layers are nodes.
     """
 
     def __init__(self, model: Layer, unopened: Unopened) -> None:
         self._model = model
         self._unopened = unopened
-        self._paths = {id(part): path for path, part in model.named_sublayers(include_self=True)}
+        #: By id, the path of each layer of the model.
+        self._paths = {id(layer): path for path, layer in model.named_sublayers(include_self=True)}
+        #: By path, how often a layer was called in this run.
         self._calls: Counter[str] = Counter()
+        #: The calls of the opened layers that are running, from the model inwards, and the layers.
         self._scopes: list[Scope] = []
         self._opened: list[Layer] = []
+        #: Whether a node is running: what happens inside of it is no node.
         self._in_node = False
         #: By layer and name, the first tensor of each buffer that the run has replaced.
         self._replaced: dict[tuple[int, str], Tensor] = {}
@@ -496,7 +513,16 @@ class NodeFinder:
         """Does nothing; subclasses act on the outputs of an opened layer after its forward."""
 
     def operation(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Runs an operation of Paddle's as a node, unless inside of one; returns its output."""
+        """Runs an operation of Paddle's, as a node unless within a running node.
+
+        Args:
+            function: The operation.
+            args: Its positional arguments.
+            named: Its keyword arguments.
+
+        Returns:
+            The output of the operation.
+        """
         if self._in_node:
             return function(*args, **named)
         if function.__name__ == SHARED_BY_RECOMPUTE:
@@ -505,7 +531,14 @@ class NodeFinder:
         return self._single_node(NodeCall(function, function, args, named, tuple(self._scopes)))
 
     def layer(self, call: Function, layer: Layer, args: tuple[Any, ...], named: Any) -> Any:
-        """Calls a layer, opened or as a node, and returns its output."""
+        """Calls a layer, opened or as a node, and returns its output.
+
+        Args:
+            call: ``call(layer, *args, **named)`` makes the call.
+            layer: The layer. One that the model does not contain is called as plain code.
+            args: The positional arguments.
+            named: The keyword arguments.
+        """
         path = self._paths.get(id(layer))
         if self._in_node or path is None:
             return call(layer, *args, **named)
@@ -527,7 +560,10 @@ class NodeFinder:
         return output
 
     def read(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Returns the numbers in a tensor; a read by a check becomes a node that checks too."""
+        """Calls a function that reads the numbers in a tensor, and returns its result.
+
+        If the code reads them for a check that raises an error, a node is added that checks too.
+        """
         value = function(*args, **named)
         if (
             not self._in_node
@@ -539,7 +575,7 @@ class NodeFinder:
         return value
 
     def shape(self, tensor: Tensor, shape: list[int]) -> list[Any]:
-        """Returns what code gets when it reads the shape of a tensor: the shape itself."""
+        """Returns what code gets when it reads the shape of ``tensor``: ``shape``, unchanged."""
         return shape
 
     def backward(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -547,21 +583,32 @@ class NodeFinder:
         return function(*args, **named)
 
     def recompute(self, call: Function, function: Function, args: tuple[Any, ...]) -> Any:
-        """Calls the function of a recompute directly: the pipeline has options of its own."""
+        """Calls a function that the code passes to Paddle's ``recompute``; returns its output.
+
+        It is called directly, as if not recomputed: the pipeline has options of its own for that.
+
+        Args:
+            call: Calls ``recompute`` itself, which is left to run inside of a node.
+            function: The function to recompute.
+            args: Its arguments.
+        """
         return call() if self._in_node else function(*args)
 
     def memory(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Calls a function that accesses a tensor's memory, and returns its result."""
+        """Calls a function that accesses the memory of a tensor, and returns its result.
+
+        Here any such call is allowed; a subclass that records nodes overrides this method.
+        """
         return function(*args, **named)
 
     def assigned(self, put: Function, layer: Layer, name: str, value: Any) -> None:
         """Sets an attribute of a layer by ``put(layer, name, value)``.
 
-        A tensor that replaces a buffer is written into the buffer by a node instead.
+        If a tensor replaces a buffer, a node does so.
         """
         before = buffers_in(layer).get(name)
-        another = isinstance(value, paddle.Tensor) and value is not before
-        if self._in_node or id(layer) not in self._paths or before is None or not another:
+        is_another = isinstance(value, paddle.Tensor) and value is not before
+        if self._in_node or id(layer) not in self._paths or before is None or not is_another:
             put(layer, name, value)
             return
 
