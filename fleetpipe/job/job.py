@@ -59,7 +59,7 @@ class Recovery(Protocol):
     counts: bool
 
     def follow(self, model: Any, scaler: Any, guards: int, drawn: bool) -> None:
-        """Refuses to heal from now on if batches of a model cannot be repeated.
+        """Refuses to heal from now on if the batches of a model cannot be repeated.
 
         Args:
             model: The model that is trained.
@@ -125,10 +125,10 @@ class Job(MeshGroups):
         scatters_gradients: Whether the ranks that share the optimizer's state store the gradients
             of their own share only.
         healing: Lets the job go on after the death of another rank; None if a death ends the job.
-        before_batches: By the id of a model, a function that is called with its optimizer before
-            each batch.
+        before_batches: By the ``id()`` of a model, a function that is called before each of the
+            model's batches, with the model's optimizer.
         alone: Whether this process replaces a rank, and is not connected yet.
-        allow: The entries of the option ``allow``.
+        allow: What the script permits, by name, though fleetpipe does not know it to be right.
         has_pipeline: Whether a pipeline has connected its ranks.
         compares_calls: Whether the job ends if ranks begin different collective calls; not in a
             job that heals.
@@ -163,7 +163,7 @@ class Job(MeshGroups):
             store: The job's key-value store; None if one process plays all ranks.
             watch: The connections over which its ranks watch each other; None for one process.
             connections: The connections for everything else, to all ranks; None for one process.
-            fused_copies: Paddle's group of :meth:`copies`, if they span several axes.
+            fused_copies: Paddle's group of :meth:`MeshGroups.copies`, if they span several axes.
             run: A unique name of the job, the same on all ranks; by default a new one.
             mesh: The coordinates of all ranks; by default in Paddle's order.
             pipeline: The transport of its pipeline's tensors; by default the connections.
@@ -175,6 +175,7 @@ class Job(MeshGroups):
         self._store = store
         self._prefix = f"fleetpipe/{number}"
         self._pipeline, self.neighbours = pipeline, neighbours or {}
+        #: By rank of the pipeline, the transports of :meth:`connect`.
         self._transports: dict[int, Transport] = {}
         if pipeline is not None:
             self._transports[pipeline.rank] = pipeline
@@ -182,8 +183,9 @@ class Job(MeshGroups):
         self.pipelines: list[weakref.ref[Any]] = []
         self._watch = watch
         self._connections = connections
+        #: The number of calls of :meth:`require_agreement`, for the keys in the store.
         self._agreements = 0
-        #: The lock of the thread that runs a batch.
+        #: The lock that a thread holds while it runs a batch.
         self.turn = threading.RLock()
         self.healing: Recovery | None = None
         self.before_batches: dict[int, Callable[[Any], None]] = {}
@@ -291,7 +293,7 @@ class Job(MeshGroups):
         """Returns whether a pipeline of this job reduces gradients of these parameters."""
         wanted = {id(parameter) for parameter in parameters}
         for reference in self.pipelines:
-            model = reference()
+            model = reference()  # None if nobody uses the model any more
             if model is not None and wanted & {id(each) for each in model.trained_parameters()}:
                 return True
         return False
@@ -348,7 +350,7 @@ class Job(MeshGroups):
         """
         if self._watch is None or device_kind() == "cpu":
             return nullcontext()
-        # Waits for messages end before, with their own words.
+        # Twice the limit: waits for messages end after one, by an error of their own.
         return self._watch.limit(2 * self.timeout, "", self.pipeline_ranks())
 
     def require_agreement(self, facts: Mapping[str, str]) -> None:
@@ -418,7 +420,7 @@ class Job(MeshGroups):
         return self.share(what, guarded)
 
     def connect_again(self, store: Store, watch: Watch, joined: Joined, prefix: str) -> None:
-        """Replaces all connections after a rank was replaced.
+        """Replaces the connections of the job's ranks after healing has replaced a rank.
 
         Args:
             store: The job's store.
@@ -437,7 +439,15 @@ class Job(MeshGroups):
                 group.begin_anew()
 
     def connect_neighbours(self, outgoing: dict[int, Lane], incoming: dict[int, Lane]) -> None:
-        """Replaces the lanes over Paddle's groups; call :meth:`connect_again` before."""
+        """Replaces the lanes over Paddle's groups after a rank was replaced.
+
+        A lane sends or receives the tensors of one direction between two ranks. Healing calls this
+        after :meth:`connect_again`. Nothing happens without a watch, or if tensors go over sockets.
+
+        Args:
+            outgoing: The lane to each neighbour, by the neighbour's rank in the pipeline.
+            incoming: The lane from each neighbour.
+        """
         if self._pipeline is not None and self._watch is not None:
             self._pipeline.connect_again(outgoing, incoming)
             self._watch.on_failure(self._pipeline.interrupt)
@@ -466,7 +476,10 @@ class Job(MeshGroups):
             )
 
     def be_patient(self) -> None:
-        """Allows the main thread to notice another rank's failure late, since the job may heal."""
+        """Allows the main thread to notice another rank's failure late, since the job may heal.
+
+        Otherwise the watch ends a process whose main thread does not notice a failure in time.
+        """
         if self._watch is not None and self._connections is not None:
             self._watch.patient = True
 
@@ -508,7 +521,8 @@ class Job(MeshGroups):
         watch, self._watch = self._watch, None
         if watch is not None and error is not None:
             watch.give_up(error)
-        with ExitStack() as ends:  # the last one first, and all, whichever of them fails
+        # Called from the last to the first, and all of them, whichever fails.
+        with ExitStack() as ends:
             if watch is not None:
                 ends.callback(watch.close)
             if self._connections is not None:

@@ -77,6 +77,7 @@ def row_of(table: Table, value: object) -> str | None:
         table: The table.
         value: An optimizer, a wrapper of one, or a clip.
     """
+    # By name, what the value itself and each class below the present ``kind`` define.
     members = [(name, member) for name, member in vars(value).items() if callable(member)]
     for kind in type(value).__mro__:
         if _has_class(table, kind):
@@ -120,8 +121,10 @@ def _only_logs(name: str, method: object, value: object, kind: type) -> bool:
     if has_functions or not takes_self_only or not {"super", name} <= names:
         return False
     instructions = [*dis.get_instructions(code)]
+    # With a branch, ranks could act differently by their clocks.
     branches = any("_IF_" in each.opname for each in instructions)
     names_read = {str(each.argval) for each in instructions if each.opname != "STORE_ATTR"}
+    # Names of attributes that are numbers or texts, or that the method sets and never reads.
     plain = {word for word in names if _is_plain(getattr(value, word, None))}
     harmless = (names - names_read) | plain
     functions = {
@@ -155,6 +158,7 @@ def require_optimizer(optimizer: Optimizer, job: Job) -> None:
             fix="pass one of paddle.optimizer, or a subclass",
         )
     unknown = [part for part in wrappers if row_of(WRAPPERS, part) is None]
+    # Along mp a rank has shards of weights, not whole ones.
     whole = row_of(OF_WEIGHTS, base) if job.degrees.mp == 1 else None
     if whole is None and row_of(OF_NUMBERS, base) is None:
         unknown.append(base)
@@ -196,5 +200,11 @@ def require_clip(clip: Clip, job: Job | None) -> bool:
 
 
 def _has_parts(job: Job) -> bool:
-    """Returns whether each process holds, or updates, only a part of the model."""
-    return not job.local and (job.degrees.split("pp", "mp", "ep") > 1 or job.sharding().ranks > 1)
+    """Returns whether each process holds, or updates, only a part of the model.
+
+    A process holds a part along pp, mp and ep, and updates a part if ranks shard the optimizer's
+    state. If one process plays all ranks of the job, ``job.local``, it holds the whole model.
+    """
+    # The product of the three degrees.
+    ranks_of_model = job.degrees.split("pp", "mp", "ep")
+    return not job.local and (ranks_of_model > 1 or job.sharding().ranks > 1)
