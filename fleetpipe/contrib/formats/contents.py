@@ -33,7 +33,7 @@ from fleetpipe.mesh.parts import Described, LocalTensor, Region
 
 #: The file of a learning rate's scheduler in checkpoints of PaddleNLP and PaddleFormers.
 SCHEDULER = "scheduler.pdparams"
-#: How many names an error shows.
+#: The most names that an error shows.
 MOST_SHOWN = 10
 
 
@@ -49,7 +49,7 @@ class LazyTensor(NamedTuple):
     read_part: Callable[[Region | None], np.ndarray]
 
     def read(self, cut: Region | None = None) -> np.ndarray:
-        """Reads a region of the tensor, by default all of it.
+        """Reads a region of the tensor; by default, or for None, the full tensor.
 
         Returns:
             Unsigned integers that have the bits of the tensor's elements.
@@ -69,8 +69,10 @@ class Checkpoint:
         tensors: The tensors, those of the model in the model's order.
         step: The step after which it was saved; None if unknown.
         scheduler: The state of the learning rate's scheduler; None without one.
-        files: Other files in its folder, which are not read.
-        plain_order: The plain model's names of the tensors; see ``Saved``.
+        files: Other files in its folder, such as a tokenizer's; they are copied, not read.
+        plain_order: For each tensor of the model, in the order of ``tensors``, its plain name: that
+            in the model as a single-device script builds it. Empty if unknown or the same; the
+            names in ``tensors`` themselves if a map of names has sorted them.
     """
 
     tensors: Mapping[TensorName, LazyTensor]
@@ -84,7 +86,10 @@ class Checkpoint:
         return {name.name: tensor for name, tensor in self.tensors.items() if name.group == group}
 
     def with_plain_names(self) -> Checkpoint:
-        """Returns the checkpoint with the names that the plain model has, where they are known."""
+        """Returns the checkpoint with the plain model's names, where they are known.
+
+        A tensor of the optimizer gets the plain name of its parameter.
+        """
         plain_names = dict(zip(self.of(MODEL), self.plain_order))
 
         def plain_name(name: TensorName) -> TensorName:
@@ -116,7 +121,7 @@ def lazy_stored_tensor(path: Path, stored: Stored) -> LazyTensor:
 
     Args:
         path: The file.
-        stored: The dtype, the shape and the place in the file.
+        stored: The dtype, the shape and the position in the file.
     """
 
     def read(cut: Region | None) -> np.ndarray:
@@ -138,7 +143,7 @@ def cover_without_overlap(
     """Returns whether boxes cover a whole tensor, and no two of them overlap.
 
     Args:
-        boxes: For each box its begin on each axis, and its shape.
+        boxes: For each box its first index on each axis, and its size on each axis.
         shape: The shape of the whole tensor.
     """
     bounds = [(begin, [b + n for b, n in zip(begin, size)]) for begin, size in boxes]
@@ -216,7 +221,7 @@ def write_scheduler_and_files(state: Checkpoint, folder: Path) -> None:
 
 
 def other_files(folder: Path, *patterns: str) -> tuple[Path, ...]:
-    """Returns the files of a folder that match none of some patterns."""
+    """Returns the files of a folder whose names match none of the patterns, sorted by name."""
     return tuple(
         path
         for path in sorted(folder.iterdir())

@@ -68,7 +68,11 @@ _log = logger(__name__)
 
 
 def read_step(path: Path, step: int | None = None) -> Checkpoint:
-    """Reads a step of a run of fleetpipe; None is the newest. Compares checksums first.
+    """Reads a step of a run of fleetpipe. Compares checksums first.
+
+    Args:
+        path: The folder of a run, or of a step.
+        step: The number of the step; None is ``path`` itself if it is a step, else the newest.
 
     Raises:
         CheckpointError: There is no such step, or it is damaged.
@@ -87,7 +91,7 @@ def read_step(path: Path, step: int | None = None) -> Checkpoint:
 
 
 def _reader_of(reader: StepReader, name: TensorName) -> Callable[[Region | None], np.ndarray]:
-    """Returns the function by which a ``LazyTensor`` reads a tensor of a step."""
+    """Returns the function by which a ``LazyTensor`` reads a region of a tensor of a step."""
 
     def read(cut: Region | None) -> np.ndarray:
         described: Described = reader.manifest.tensors[name].tensor
@@ -121,6 +125,7 @@ def write_step(state: Checkpoint, run_directory: Path, step: int) -> None:
             fix=f"--step {max(later) + 1}, or another folder",
         )
     ranks = Ranks(SoleGroup())
+    # As a job saves them; "extra" would have the values of a script.
     states = {"extra": {}, "random": training_state.random_states()}
     if state.scheduler is not None:
         states[_SCHEDULER] = state.scheduler
@@ -130,7 +135,7 @@ def write_step(state: Checkpoint, run_directory: Path, step: int) -> None:
     texts = {**indexes(plan), training_state.FILE: text}
     order, versions = (*state.of(MODEL),), {"fleetpipe": __version__, "paddle": VERSION}
     kinds = {name.rpartition("/")[2] for name in state.of(OPTIMIZER)}
-    # The Trainers of libraries train with AdamW.
+    # No other format names the optimizer's type: libraries' Trainers use AdamW, if not Momentum.
     optimizer = "Momentum" if kinds == {"velocity_0"} else "AdamW" if kinds else None
     files = described_files(plan, texts)
     contents = Manifest(
@@ -155,7 +160,8 @@ class Format(NamedTuple):
         is_there: Returns whether a folder has this format.
         read: Reads a folder; raises a ``CheckpointError`` if it is damaged.
         write: Fills an empty folder; raises a ``CheckpointError`` if a tensor cannot be read, and
-            an ``OSError`` if a file cannot be written.
+            an ``OSError`` if a file cannot be written. None: :func:`write_step` adds a step to a
+            run.
         groups: The groups of tensors that it can store.
     """
 
@@ -432,7 +438,8 @@ class _ForeignStep:
         entries = {name: Entry("", tensor.described, ()) for name, tensor in state.tensors.items()}
         kind = None
         if optimizer is not None and state.of(OPTIMIZER):
-            # No other format names the optimizer: the kinds of its tensors are compared.
+            # No other format names the type of the optimizer that was saved. It counts as that of
+            # ``optimizer``: whether the two fit shows in the kinds of their tensors.
             kind = type(unwrap(optimizer)).__name__
         self.manifest = Manifest(
             step=state.step or 0,
@@ -447,7 +454,15 @@ class _ForeignStep:
         )
 
     def text(self, _name: str) -> dict[str, Any]:
-        """Returns the state that is not in tensors: that of the learning rate's scheduler."""
+        """Returns the state that is not in tensors, as ``StepReader.text`` reads it from a file.
+
+        Args:
+            _name: The name of that file, ``training_state.FILE``, which such a checkpoint lacks.
+
+        Returns:
+            Under "extra" the values that the script saved, here none; under "lr_scheduler" the
+            state of the learning rate's scheduler, if the checkpoint has one.
+        """
         rate = {} if self._state.scheduler is None else {_SCHEDULER: self._state.scheduler}
         return {"extra": {}, **rate}
 
@@ -455,11 +470,14 @@ class _ForeignStep:
         """Does nothing: another program's files have no checksums."""
 
     def check(self, _groups: Collection[str], _share: int, _shares: int) -> None:
-        """Does nothing: the indices of the files were compared when they were opened."""
+        """Checks no tensors: the indices of the files were compared when they were opened."""
 
     @contextmanager
     def opened(self) -> Iterator[Callable[[TensorName, Region | None, memoryview], None]]:
-        """Yields a function that reads a tensor, or a region of it, into given memory."""
+        """Yields ``read(name, cut, memory)``, which reads a tensor of the checkpoint into memory.
+
+        ``cut`` is the region of the tensor to read, or None for the full tensor.
+        """
 
         def read(name: TensorName, cut: Region | None, memory: memoryview) -> None:
             memory[:] = memory_of(np.ascontiguousarray(self._state.tensors[name].read(cut)))

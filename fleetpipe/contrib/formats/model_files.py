@@ -199,7 +199,7 @@ def read_unified(folder: Path) -> Checkpoint:
 
 
 def _names_if_sorted(contents: Mapping[TensorName, LazyTensor]) -> tuple[str, ...]:
-    """Returns the names of the model's tensors if they are sorted; else an empty tuple.
+    """Returns a checkpoint's ``plain_order``: the model's names if they are sorted, else nothing.
 
     Libraries sort them by name, or by the size of an element and name. Sorted names say nothing of
     the order of the layers.

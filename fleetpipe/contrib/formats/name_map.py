@@ -55,7 +55,7 @@ class NameMap:
         aoa_statements: Statements whose tensors must all exist.
         optional_statements: Statements that are used if their tensors exist.
         reverse: Whether statements are read from right to left.
-        file: The file of the map.
+        file: The path of the map, for errors.
     """
 
     aoa_statements: tuple[str, ...]
@@ -69,7 +69,7 @@ def read_map(name: str, *, reverse: bool) -> NameMap:
 
     Args:
         name: The path of a file, or the name of a map that fleetpipe has.
-        reverse: Whether it is read from right to left.
+        reverse: Whether its statements are read from right to left.
 
     Raises:
         ConfigError: There is no such file, or it is not a map.
@@ -154,6 +154,7 @@ def _statements_to_use(names: NameMap, model: Mapping[str, LazyTensor]) -> list[
     layers = {pattern: _layer_numbers(pattern, model) for pattern in sorted(inputs)}
     # The inputs that another statement makes need not exist.
     layers = {name: numbers for name, numbers in layers.items() if numbers or name not in results}
+    # The numbers of all layers: each pattern of a layer must have a tensor in each of them.
     every = set().union(*(numbers for name, numbers in layers.items() if _LAYER in name))
     for pattern, numbers in layers.items():
         lacking = sorted(every - numbers, key=int) if _LAYER in pattern else []
@@ -230,10 +231,10 @@ def _layer_numbers(pattern: str, model: Mapping[str, LazyTensor]) -> set[str]:
 
 
 def _joined_tensor(parts: Sequence[Copied], sources: Mapping[str, LazyTensor]) -> LazyTensor:
-    """Returns a tensor that is joined from parts of others when it is read.
+    """Returns a tensor that is joined from parts of other tensors when it is read.
 
     Args:
-        parts: The parts, with their regions in the new tensor.
+        parts: The parts: of which tensor, the region there, and the region in the new tensor.
         sources: The tensors of which they are parts, by name.
     """
     described = _describe_joined(parts, sources)
@@ -289,7 +290,11 @@ def _describe_joined(parts: Sequence[Copied], sources: Mapping[str, LazyTensor])
 
 
 def _dtype_of(part: Copied, dtype: str) -> str:
-    """Returns the dtype of a part after its casts."""
+    """Returns the dtype of a part after its casts; ``dtype`` is that of the tensor it is cut from.
+
+    Raises:
+        ConfigError: A cast is between dtypes other than float32, float16 and bfloat16.
+    """
     for target in part.casts:
         if not {dtype, target} <= _BITS_BY_DTYPE.keys():
             raise ConfigError(
