@@ -1,5 +1,6 @@
 """Clips by the norm of the gradients of all ranks: ``ClipGradByGlobalNorm`` in a job.
 
+A clip is called as Paddle's are: with pairs of parameter and gradient, and returns such pairs.
 Each rank has some of the gradients: of its stages, of its shards of tensor-parallel layers, of its
 share of a sharded optimizer. The squared norm of each gradient goes to all ranks, which add the
 squares up in the order and with the arithmetic of the single-device model. So the norm and the
@@ -36,7 +37,7 @@ COPY = -1
 #: Squares as one message; see :func:`_pack_squares`.
 PackedSquares = tuple[str, Tensor]
 
-#: Parameters, each with its gradient.
+#: Parameters, each with its gradient; None for a parameter without one.
 Pairs = list[tuple[Tensor, Tensor]]
 
 
@@ -79,6 +80,7 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
         self.norms: list[Tensor] = []
         #: The norms that :meth:`measure` has stored for copies of this clip; None for no gradients.
         self._norms_for_copies: list[Tensor | None] = []
+        #: The norms that the next calls of this clip, a copy, use; see ``__deepcopy__``.
         self._next_norms: list[Tensor | None] = []
 
     @property
@@ -102,16 +104,23 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
     def measure(self, params_grads: Pairs) -> None:
         """Stores the norm of some gradients, which copies of this clip use instead of their own.
 
-        Collective over all ranks with other gradients.
+        Collective over the ranks with other stages, mp shards, experts or optimizer shards.
+
+        Args:
+            params_grads: Parameters of this rank and their gradients, which do not change.
         """
         self._norms_for_copies = [self._global_norm_of(params_grads)]
 
     @paddle.no_grad()
     def __call__(self, params_grads: Pairs) -> Pairs:
-        """Returns the pairs with clipped gradients. Collective over all ranks with other gradients.
+        """Returns the same parameters with clipped gradients, without parameters that have none.
+
+        If no rank has a gradient to clip, the pairs are returned as they are.
+        Collective over the ranks with other stages, mp shards, experts or optimizer shards.
 
         Args:
-            params_grads: Parameters of this rank and their gradients, which are changed in place.
+            params_grads: Parameters of this rank and their gradients; dense gradients are changed
+                in place.
 
         Raises:
             PipelineTimeout: Some rank did not come within the limit.
@@ -170,7 +179,11 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
         )
 
     def _all_squares(self, squares: list[_Square]) -> list[_Square]:
-        """Returns the squares of all ranks, each once. Collective."""
+        """Returns the squares of all ranks, each once. Collective.
+
+        Args:
+            squares: The squares of this rank.
+        """
         job = current_job()
         if job is None or job.local:
             return squares
@@ -264,7 +277,10 @@ def _norm_of_squares(squares: Sequence[_Square]) -> Tensor:
 
 
 def _gather_squares(squares: Sequence[_Square], members: Group) -> list[_Square]:
-    """Returns the squares of all members, one member after another. Collective."""
+    """Returns the squares of all members, which have different ones, in the order of the members.
+
+    Collective.
+    """
     messages = members.all_gather(_pack_squares(squares))
     return [square for message in messages for square in _unpack_squares(*message)]
 
@@ -330,7 +346,10 @@ class SlicedNormClip(paddle.nn.ClipGradByNorm):
 
     @paddle.no_grad()
     def __call__(self, params_grads: Pairs) -> Pairs:
-        """Returns the pairs with clipped gradients. Collective if some of them are shards.
+        """Returns the same parameters with clipped gradients. Collective if some are shards.
+
+        Args:
+            params_grads: Parameters of this rank and their gradients, which do not change.
 
         Raises:
             PipelineTimeout: Some member did not come within the limit.
@@ -350,7 +369,9 @@ class SlicedNormClip(paddle.nn.ClipGradByNorm):
         return clipped
 
     def _clip_factors(self, shards: Pairs, axis: str) -> Tensor:
-        """Returns the factor of each gradient that is cut along an axis. Collective over it.
+        """Returns a factor for each gradient that is cut along an axis. Collective over the axis.
+
+        The factors are a Tensor [shards]; gradients of larger norm than the clip's get one below 1.
 
         Args:
             shards: Parameters that are cut along the axis, with their gradients.

@@ -1,7 +1,9 @@
 """Sums gradients over the replicas of a pipeline, and shards the optimizer's state.
 
 The losses of replicas are averaged. In stages 1 and 2 of ZeRO each sharding rank has the
-optimizer's state of its share of the parameters, and steps this share.
+optimizer's state of its share of the parameters, and steps this share. In stage 2 it also keeps the
+gradients of this share only. A parameter is *spread* if it is one of an expert, and other ranks
+hold other experts: then its copies are on other ranks than those of the other parameters.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ class Shards:
         """
         self.scatters = scatters
         self._optimizer = optimizer
+        #: The members, by whether a parameter is spread: the owner is a rank in its group.
         self._groups = (group, group if of_experts is None else of_experts)
+        #: The owner of each parameter, by the parameter's id.
         self._owners: dict[int, int] = {}
         self.take_new()
 
@@ -112,6 +116,9 @@ class Shards:
         Args:
             step: Steps the optimizer.
             nothing: Called instead if this rank owns no parameter.
+
+        Returns:
+            The result of the function that was called.
 
         Raises:
             PipelineTimeout: Some member did not come within the limit.
@@ -170,9 +177,11 @@ def reduce_all(
     """Adds up gradients over all copies of a stage, those of experts over the experts' copies.
 
     An expert gets the tokens of all ranks that share the experts out, so its gradient is already
-    the sum over these ranks. Ranks along mp have the same tokens, so their gradients of an expert
-    are averaged, unless each has a part of the sequence: then the expert is marked as
-    sequence-parallel. Collective over the copies.
+    the sum over these ranks. With ``ep_degree`` they and the expert's copies include the ranks
+    along mp. These have the same tokens, so the sum counts each token ``mp_degree`` times, and is
+    divided by that; unless each of them has another part of the sequence: then the expert is marked
+    as sequence-parallel. Without ``ep_degree`` ranks along dp share the experts out, and the sum
+    counts each token once. Collective over the copies.
 
     Args:
         parameters: This rank's parameters, the same on every copy.
@@ -185,6 +194,7 @@ def reduce_all(
         PipelineTimeout: Some copy did not come within the limit.
     """
     experts = [parameter for parameter in parameters if is_spread(parameter)]
+    # How often the sum of an expert's gradients counts a token.
     ranks_with_same_tokens = job.degrees.mp if job.degrees.ep > 1 else 1
     of_split_sequences = [p for p in experts if is_sequence_parallel_parameter(p)]
     of_whole_sequences = [p for p in experts if not is_sequence_parallel_parameter(p)]
@@ -199,12 +209,19 @@ def _reduce_copies(
 ) -> None:
     """Adds up gradients over ``copies``; in ZeRO stage 2 each sum goes to its owner alone.
 
-    The other arguments are those of :func:`reduce_all`.
+    Args:
+        parameters: Parameters of this rank: either all are spread, or none is.
+        copies: The ranks that hold the same parameters.
+        job: The job.
+        share: The factor of each gradient.
+        shards: As for :func:`reduce_all`.
     """
     scattered = [] if shards is None else shards.scattered_parameters(parameters)
     if shards is not None and scattered:
         spread = is_spread(scattered[0])
         by_tree = job.sums_by_tree
+        # First over the ranks that share the optimizer's state; then over the ranks that own the
+        # same optimizer shard.
         reduce_gradients(scattered, shards.members(spread), share, shards.owner, by_tree)
         kept = [parameter for parameter in scattered if shards.owns(parameter)]
         reduce_gradients(kept, job.beside_sharding(spread), by_tree=by_tree)
@@ -239,10 +256,10 @@ def reduce_gradients(
     if group.ranks == 1 and share == 1.0:
         return
     present = [gradient_of(parameter) is not None for parameter in parameters]
-    everywhere = group.all_gather("".join("01"[flag] for flag in present))
+    flags_of_members = group.all_gather("".join("01"[flag] for flag in present))
     used = []
     for index, parameter in enumerate(parameters):
-        if not any(flags[index] == "1" for flags in everywhere):
+        if not any(flags[index] == "1" for flags in flags_of_members):
             continue
         if not present[index]:
             set_gradient(parameter, zero_gradient(parameter))
@@ -276,7 +293,9 @@ def average_losses(
 
 
 def share_in_mean(counted: int, group: Group) -> Fraction:
-    """Returns the weight of this member's mean, relative to an equal share. Collective.
+    """Returns the weight of this member's mean in that of the group. Collective.
+
+    The weight is relative to an equal share: 1 if all members average over as many values.
 
     Args:
         counted: The number of values over which this member averages, such as rows.
@@ -342,9 +361,13 @@ def _total_by_tree(flat: Tensor, group: Group) -> Tensor:
 def _reduce_scatter_bucket(
     owned: Sequence[Sequence[Tensor]], group: Group, share: float, by_tree: bool
 ) -> None:
-    """Sums gradients like :func:`_all_reduce_bucket`, but only owners get sums; frees others.
+    """Replaces each gradient by its sum over ``group`` on its owner, and frees it elsewhere.
 
-    ``owned`` has the parameters of a bucket by owner.
+    Args:
+        owned: The parameters of a bucket, by owner: for each member those that it owns.
+        group: The members.
+        share: The factor of each gradient.
+        by_tree: Whether to add up over the members by a tree.
     """
     first = next(parameter for of_owner in owned for parameter in of_owner)
     nothing = paddle.zeros([0], gradient_of(first).dtype)
