@@ -51,10 +51,11 @@ class RankPositions(NamedTuple):
 
     Attributes:
         used: The positions that have a rank, ascending; empty if all have one.
-        lost: The positions that were given up, also while they are tried again.
+        lost: The positions that were given up, also while all positions are tried again.
         total: The number of all positions; 0 until one is given up.
         remaining: The number of positions with a rank after one was last given up.
-        since: The step in which a position was given up, or after which all have a rank again.
+        since: While ``used`` is not empty, the step in which the last position was given up; else
+            the number of steps after which all positions got a rank again. None if there is none.
         seconds: The seconds after which positions that were given up are tried again.
     """
 
@@ -77,6 +78,8 @@ class RankPositions(NamedTuple):
             rank: The rank that failed.
             step: The step in which it failed; None before the first step.
         """
+        # All positions have a rank, so that a rank's number is that of its position; this one was
+        # given up before; and the step is the first one since all have a rank again.
         return not self.used and rank in self.lost and step in (None, self.since)
 
     def without(
@@ -87,10 +90,11 @@ class RankPositions(NamedTuple):
         Args:
             rank: The rank.
             ranks: The number of ranks now.
-            left: The number of ranks in the next attempt.
+            left: The number of ranks in the next attempt, below ``ranks``.
             step: The step in which the rank failed.
             seconds: The seconds after which a position is tried again.
         """
+        # Rank n is on position ``used[n]``.
         used = self.used or tuple(range(ranks))
         working = tuple(position for position in used if position != used[rank])
         lost = (*self.lost, used[rank])
@@ -172,7 +176,7 @@ class Verdict:
         return next((to_do for error, to_do in _DISK_REMEDIES.items() if error in words), "")
 
     def _cause(self) -> tuple[str, list[str]]:
-        """Returns the error's kind, and a list of the line of code that raised it, or empty.
+        """Returns the error's class, and a list of the line that raised it; [] if it is unknown.
 
         The message is left out, as it may contain a time or an address; so is the rank.
         """
@@ -234,11 +238,13 @@ def _find_first_failure(home: Path) -> tuple[int | None, int, Failure | None]:
         (None, 0, None) if no rank has failed; the record is None if the rank wrote none.
     """
     failures = [report.failure for report in attempt_files.failures(home)]
+    # The exit codes in the order in which the processes ended, as (rank, code).
     ended = [
         (rank, attempt_files.code_of(home, rank) or code)
         for rank, code in attempt_files.ended_ranks(home)
     ]
     failed = [(rank, code) for rank, code in ended if code]
+    # A rank that ends with EXIT_CODE does so because another one has failed.
     culprits = [(rank, code) for rank, code in failed if code != EXIT_CODE] or failed
     if not culprits and not failures:
         return None, 0, None
@@ -439,7 +445,8 @@ def decide_with_fewer(
         return _decide_fewer(attempt, why, newest.step, positions, then)
     if rank is None or verdict.permanent:
         return then
-    # A trial lasts until all ranks have kept a step.
+    # A trial of given-up positions lasts until all ranks together have stored a step: until then
+    # the newest state is still that of the fewer ranks.
     fails_trial = before.fails_trial(rank, verdict.step) and newest.ranks == before.remaining
     if not fails_trial and not _is_given_up(attempt, verdict, rank, then):
         return then
@@ -508,9 +515,12 @@ def _is_given_up(attempt: Attempt, verdict: Verdict, rank: int, then: End | Agai
     positions, before = attempt.positions, attempt.failed
     if positions.used and verdict.step is not None and verdict.step == positions.since:
         return False  # the step fails on other positions too
+    # Whether the job ends if no position is given up: then the failure of one rank may be enough.
     ends = isinstance(then, End)
     if before is None:
         return ends
     if before.suspect == rank or rank in before.died:  # two positions may break at once
+        # The rank has failed twice without a step in between.
         return ends or verdict.step in (None, before.step)
+    # Another rank failed before: if in the same way, the step or the script is at fault.
     return ends and not verdict.repeats(before)

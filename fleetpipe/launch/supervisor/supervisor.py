@@ -290,10 +290,11 @@ class Supervisor:
         self._stopped_by: int | None = None
         #: The last signal that asked the job to stop, which is sent to the ranks.
         self._signal = 0
-        #: When ranks that were asked to stop are killed; infinite for never, None before they were.
+        #: When ranks that were asked to stop are killed, as seconds of ``time.monotonic``; infinite
+        #: for never, None while nobody has asked them to stop.
         self._deadline: float | None = None
-        #: When fewer ranks are asked to end, so that all start again; infinite once they were, None
-        #: in an attempt with all ranks.
+        #: When fewer ranks are asked to save and end, so that all ranks start again, as seconds of
+        #: ``time.monotonic``; infinite once they were asked, None in an attempt with all ranks.
         self._all_ranks_at: float | None = None
 
     def run(self) -> int:
@@ -318,16 +319,22 @@ class Supervisor:
             attempt = then.attempt
 
     def _decide(self, attempt: Attempt, verdict: Verdict) -> End | Again:
-        """Decides what follows an attempt that has ended."""
+        """Decides what follows an attempt that has ended.
+
+        ``options.least``, the smallest number of ranks, is None if the job must have all its ranks.
+        ``_all_ranks_at`` is infinite if fewer ranks were asked to save and end, so that all ranks
+        start again; then ``verdict.saved`` is their number of steps, or None if they failed to.
+        """
         then = decide_next(attempt, verdict, self._options.max_restart, self._stopped_by)
         if self._options.least is None or self._stopped_by is not None:
-            return then
+            return then  # the number of ranks is fixed, or the user has stopped the job
         if self._all_ranks_at == math.inf and verdict.saved is not None:
             return decide_with_all(attempt, verdict.saved)
         if verdict.code == 0 or verdict.saved is not None:
-            return then
+            return then  # the job is complete, or something else asked it to save and end
         if self._all_ranks_at == math.inf:
-            return decide_with_as_many(attempt, then)
+            return decide_with_as_many(attempt, then)  # asked in vain
+        # A rank failed by itself: its position may be given up.
         options = self._options
         return decide_with_fewer(
             attempt, verdict, then, self._newest_kept, options.least, options.wider_after
@@ -356,11 +363,13 @@ class Supervisor:
                 self._deadline = None
                 self._local.kill()
             elif self._deadline is not None and not ready:
+                # Ranks may have started after the others were asked to stop.
                 self._local.stop_late(self._signal)
             elif self._all_ranks_at is not None and time.monotonic() >= self._all_ranks_at:
+                # Not before the attempt has done a step: it has nothing new to save until then.
                 if self._local.has_done_a_step():
                     self._all_ranks_at = math.inf
-                    # Without a limit, since they train meanwhile.
+                    # Without a limit, since the ranks train until they end.
                     self._ask_to_stop(signal.SIGTERM, grace=math.inf)
                 else:
                     self._all_ranks_at = time.monotonic() + _LOOK_SECONDS
@@ -370,6 +379,7 @@ class Supervisor:
 
         Any other signal that comes again is sent to the ranks again.
         """
+        # The first signal is stored; ``earlier`` is None if this one is it.
         earlier, self._stopped_by = self._stopped_by, self._stopped_by or number
         if number in BREAK_SIGNALS and earlier is not None:
             self._deadline = time.monotonic()
