@@ -1,4 +1,7 @@
-"""Compares parameters, their gradients and their updates on every rank with the twin's."""
+"""Compares parameters, their gradients and their updates on every rank with the twin's.
+
+The twin is the same script on one device. Start with ``ParameterChecks``.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +47,13 @@ class ParameterChecks:
     """
 
     def __init__(self, step: StepBesideTwin) -> None:
+        """Takes the records of the step that is compared."""
         self._step, self._job, self._twin = step, step.job, step.twin
+        #: The key of an optimizer's learning rate, which a rank has if its optimizer steps.
         self._rate = step.key("optimizer input", role="learning rate")
         #: By rank, the names of the parameters that its optimizer has.
         self._optimized = {n: r.optimizer_parameters(self._rate) for n, r in step.ranks.items()}
+        #: By parameter, what :meth:`find_gradient` has found, for :meth:`check_reduction`.
         self._best_sums: dict[str, BestSum] = {}
         self.most_gradients_wrong = False
 
@@ -56,6 +62,7 @@ class ParameterChecks:
     def check_initial(self) -> Location | None:
         """Finds weights that are missing, differ between ranks that share them, or are wrong."""
         step = self._step.number
+        # In later steps a parameter is recorded only where the script has changed it.
         full = self._twin.by_name(step, "initial")
         names = {name for rank in self._job.ranks for name in rank.by_name(step, "initial")}
         if step == 0 and (finding := self._find_other_names(full, names)):
@@ -71,7 +78,7 @@ class ParameterChecks:
         """Finds a parameter that the job lacks, or one that the twin never has.
 
         Args:
-            full: The twin's parameters at the begin.
+            full: The twin's parameters at the begin, by name.
             names: The names of the parameters of all ranks.
         """
         for name in full:
@@ -87,14 +94,19 @@ class ParameterChecks:
         return None
 
     def _find_changed(self, names: Sequence[str]) -> Location | None:
-        """Finds a weight that the script has changed since the last step, unlike in the twin."""
+        """Finds a weight that the script has changed since the last step, unlike in the twin.
+
+        Args:
+            names: The parameters that some rank or the twin has changed.
+        """
         step = self._step.number
         if any(p.step == step - 1 and p.role == READ_ON for p in self._twin.tensors):
             # The twin has run these lines of the script several times, to read further samples.
             return None
-        left = {**self._twin.by_name(step - 1, "update"), **self._twin.by_name(step, "initial")}
+        # A value that the script has not changed since is that after the last step's update.
+        values = {**self._twin.by_name(step - 1, "update"), **self._twin.by_name(step, "initial")}
         for name in names:
-            if (full := left.get(name)) is None:
+            if (full := values.get(name)) is None:
                 continue
             by_rank = {**self._by_rank("update", name, -1), **self._by_rank("initial", name)}
             tolerance = max(self._tolerance(p, name, full) for p in ("initial", "update"))
@@ -108,19 +120,20 @@ class ParameterChecks:
     ) -> Location | None:
         """Finds ranks with another value of a parameter than ranks that share it.
 
-        Of a parameter in shards it finds, at the begin, shards that are all equal or misplaced too.
+        At the first step it also finds shards of the parameter that are all equal or misplaced.
 
         Args:
             name: The parameter.
-            by_rank: What each rank has of it.
+            by_rank: By rank, its value of the parameter: the full tensor or a shard.
             full: The twin's value; None if the twin has none.
         """
         axes = self._axes_splitting(by_rank, full) if full is not None else ()
         if self._step.number and not axes:
             # Ranks that recorded no change have the value that the step before left.
             holders = self._ranks_with(name)
-            left = self._by_rank("update", name, -1)
-            by_rank = {**{n: left[n] for n in holders if n in left}, **by_rank}
+            before = self._by_rank("update", name, -1)
+            by_rank = {**{n: before[n] for n in holders if n in before}, **by_rank}
+        # The ranks that have the same shard, by their coordinates on the axes that split it.
         by_shard: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for number in by_rank:
             coordinate = self._step.ranks[number].coordinate
@@ -146,13 +159,16 @@ class ParameterChecks:
 
         Args:
             name: The parameter.
-            by_rank: What each rank has of it.
+            by_rank: By rank, its shard of the parameter.
             full: The twin's value.
-            axes: The axes that split it.
+            axes: The axes that split the parameter.
         """
 
         def distance(number: int, owner: int) -> float:
-            """Returns how far a rank's shard is from the one that ``owner`` should have."""
+            """Returns how far rank ``number``'s shard is from the one that ``owner`` should have.
+
+            It is a relative difference; infinite if no shard has the shape.
+            """
             expected = self._step.possible_shards(full, by_rank[number].shape, owner)
             return min((gap(by_rank[number], shard) for shard in expected), default=float("inf"))
 
@@ -161,7 +177,7 @@ class ParameterChecks:
         near = [number for number in wrong if apart[number] < 1e-2]
         moved = all(any(distance(n, owner) == 0 for owner in by_rank) for n in wrong)
         bad, cause = (wrong, locator.MISPLACED) if moved else (near, locator.OTHER_WEIGHTS)
-        if bad and len(near) < len(by_rank):
+        if bad and len(near) < len(by_rank):  # slightly other values on all ranks are no fault
             return self._describe(name, "initial", bad, cause, axes[0], max(apart[n] for n in bad))
         return None
 
@@ -170,27 +186,38 @@ class ParameterChecks:
 
         A weight that is drawn at random counts only if most others of the rank equal the twin's:
         else the job draws in another order.
+
+        Args:
+            full: The twin's parameters at the begin, by name.
         """
         for rank in self._job.ranks:
-            held = rank.by_name(0, "initial")
-            alike = [n for n in held if n in full and full[n].shape == held[n].shape]
+            initial = rank.by_name(0, "initial")
+            # The weights that the rank has as full tensors.
+            unsplit = [n for n in initial if n in full and full[n].shape == initial[n].shape]
             # A model part with shards or experts draws fewer numbers, and then different ones.
-            parted = {n.partition(".")[0] for n in full.keys() - {*alike}}
-            random = {n for n in alike if full[n].std() > 0}
-            other = [n for n in alike if not same_numbers(held[n], full[n]) and full[n].size > 1]
-            few = [n for n in other if n in random and n.partition(".")[0] not in parted]
-            few = few if 4 * len(few) <= len(random) else []
-            for name in [*few, *(n for n in other if n not in random)][:1]:
-                wrong = self._by_rank("initial", name)
-                return self._describe(name, "initial", wrong, locator.OTHER_WEIGHTS, "", 1.0)
+            sharded = {n.partition(".")[0] for n in full.keys() - {*unsplit}}
+            random = {n for n in unsplit if full[n].std() > 0}
+            several = [n for n in unsplit if full[n].size > 1]
+            wrong = [n for n in several if not same_numbers(initial[n], full[n])]
+            drawn = [n for n in wrong if n in random and n.partition(".")[0] not in sharded]
+            drawn = drawn if 4 * len(drawn) <= len(random) else []
+            for name in [*drawn, *(n for n in wrong if n not in random)][:1]:
+                ranks = self._by_rank("initial", name)
+                return self._describe(name, "initial", ranks, locator.OTHER_WEIGHTS, "", 1.0)
         return None
 
     # Gradients
 
     def check_cleared(self) -> Location | None:
-        """Finds ranks that begin backward with gradients of the step before, unlike the twin."""
+        """Finds ranks that begin backward with gradients that are left from the step before.
+
+        Returns:
+            None if there are no such ranks, or if the twin begins with such gradients too: then the
+            script means to keep them.
+        """
 
         def has_old(rank: RankTensors) -> bool:
+            """Returns whether the record has gradients of the step before, in the role ``LEFT``."""
             return any(key.role == LEFT for key in rank.in_phase(self._step.number, "gradient"))
 
         bad = [rank.rank for rank in self._job.ranks if has_old(rank)]
@@ -207,9 +234,11 @@ class ParameterChecks:
             gradients are right.
         """
         firsts: list[tuple[float, Location]] = []
+        # The twin's gradients after backward, and those by which its optimizer has stepped.
         before = self._twin.by_name(self._step.number, "gradient")
         stepped = self._twin.by_name(self._step.number, "reduction")
-        # A script may clip by itself before the step; a twin that reads on averages there.
+        # The latter may be clipped by the script itself, and are averages if the twin has read the
+        # samples of several replicas one after another.
         for name, full in (stepped if self._step.reads_on else {**stepped, **before}).items():
             by_rank = self._by_rank("gradient", name)
             if not by_rank:
@@ -249,6 +278,7 @@ class ParameterChecks:
         elif len(self._stages_with(name)) > 1:
             axis, cause = "pp", locator.TIED
             for number in by_rank:
+                # If the sum is right with half of this rank's gradient, the rank counts it twice.
                 halved = {n: tensor / 2 if n == number else tensor for n, tensor in by_rank.items()}
                 if max(self._find_best_sum(halved, full, tolerance).apart.values()) <= tolerance:
                     bad, cause = [number], locator.TWICE
@@ -258,6 +288,11 @@ class ParameterChecks:
     def _find_best_sum(self, by_rank: ByRank, full: np.ndarray, tolerance: float) -> BestSum:
         """Finds the axes along which the ranks' gradients add up to the twin's, the fewest first.
 
+        Args:
+            by_rank: By rank, its gradient of a parameter: the full tensor or a shard.
+            full: The twin's gradient.
+            tolerance: The difference that rounding causes.
+
         Returns:
             The first sums that differ by rounding only; if there are none, the nearest.
         """
@@ -265,16 +300,19 @@ class ParameterChecks:
         results: list[tuple[float, int, BestSum]] = []
 
         def total(number: int, chosen: Sequence[str]) -> np.ndarray:
-            """Returns the sum of the gradients of the ranks along the chosen axes of a rank."""
+            """Returns the sum of the gradients of the ranks along the chosen axes, in float64.
+
+            These ranks differ from rank ``number`` only in their coordinates on these axes.
+            """
             members = self._step.members(number, (*chosen, "ep", "moe_sharding"), by_rank)
             tensors = [by_rank[n] for n in members if by_rank[n].shape == by_rank[number].shape]
-            summed: np.ndarray = np.sum([one.astype("float64") for one in tensors], axis=0)
+            summed: np.ndarray = np.sum([t.astype("float64") for t in tensors], axis=0)
             return summed
 
         for count in range(len(axes) + 1):
             for chosen in itertools.combinations(axes, count):
                 totals = {n: total(n, chosen) for n in by_rank}
-                for scale in self._step.scales:
+                for scale in self._step.scales:  # factors that ranks divide by only afterwards
                     apart = self._gaps_to_shards({n: t / scale for n, t in totals.items()}, full)
                     worst, best = max(apart.values()), BestSum(apart, chosen)
                     if worst <= tolerance:
@@ -315,6 +353,7 @@ class ParameterChecks:
         axes = self._best_sums[name].axes if name in self._best_sums else ()
         # After a reduction along an axis all of its ranks have the same gradient.
         members = {axis: self._step.members(bad[0], (axis,), by_rank) for axis in axes}
+        # The axes along which the reduction is missing.
         missing = [a for a in axes if not all(same_numbers(tensor, by_rank[n]) for n in members[a])]
         ratio, shared = self._scale_factor(tensor, full, bad[0]), len(self._stages_with(name)) > 1
         axis, cause = locator.of_reduction(self._step.degrees, axes, missing, ratio, name, shared)
@@ -329,6 +368,7 @@ class ParameterChecks:
             number: The rank.
         """
         for expected in self._step.possible_shards(full, tensor.shape, number):
+            # The factor of the least squares.
             size = float((expected.astype("float64") ** 2).sum())
             ratio = float((tensor.astype("float64") * expected).sum()) / (size or 1.0)
             if ratio and gap(tensor / ratio, expected) < 1e-3:
@@ -346,6 +386,7 @@ class ParameterChecks:
         if rest and self._twin.by_name(self._step.number, "clip"):
             among = [*rest, *clipping]
             return self._step.location("", "clip", rest, locator.UNCLIPPED, among=among)
+        # NORM is the cause: the global norm is another one.
         return self._find_first_wrong("clip", NORM, "mp", "pp", "sharding", *self._step.degrees)
 
     def check_trained(self) -> Location | None:
@@ -369,7 +410,8 @@ class ParameterChecks:
         )
 
     def check_buffers(self) -> Location | None:
-        """Finds the first buffer that differs; replicas have statistics of their own samples."""
+        """Finds the first buffer that differs; None if ranks have different samples or parts."""
+        # Then each has the running statistics of its own.
         if self._step.first_split_axis("dp", "sharding", "sep", "cp", "ep"):
             return None
         return self._find_first_wrong("buffer", locator.BUFFER)
@@ -380,7 +422,8 @@ class ParameterChecks:
         Args:
             phase: The phase of the step.
             cause: The likely cause, in a sentence.
-            axes: The axes that may be named if the ranks themselves do not show the axis.
+            axes: The axes that may be blamed, in this order, if the ranks that are wrong do not
+                show which.
         """
         for name, full in self._twin.by_name(self._step.number, phase).items():
             by_rank = self._by_rank(phase, name)
@@ -403,13 +446,27 @@ class ParameterChecks:
         cause: str,
         *likely: str,
     ) -> Location | None:
-        """Describes ranks with a wrong tensor, as :meth:`StepBesideTwin.beyond_rounding` does."""
+        """Describes the ranks with a wrong tensor; None if there are none.
+
+        Args:
+            name: The parameter or buffer.
+            phase: The phase of the step.
+            by_rank: By rank, its tensor.
+            full: The twin's tensor.
+            tolerance: The difference that rounding causes.
+            cause: The likely cause, in a sentence.
+            likely: As for :meth:`StepBesideTwin.beyond_rounding`.
+        """
         layer, cause = name.rpartition(".")[0] or name, f"{name}: {cause}"
         apart = self._gaps_to_shards(by_rank, full)
         return self._step.beyond_rounding(layer, phase, apart, tolerance, cause, *likely)
 
     def _is_sent_later(self, number: int, name: str) -> bool:
-        """Whether another rank steps a parameter and the script sends it afterwards."""
+        """Returns whether rank ``number`` receives a parameter only after this step's record.
+
+        Another rank steps the parameter then, and the script sends it: the receiver has the update
+        at the beginning of the next step. Of the last step, which has no next one, this is assumed.
+        """
         stepping = self._ranks_stepping(name)
         if not stepping or number in stepping:
             return False
@@ -423,9 +480,15 @@ class ParameterChecks:
     # Shared by the checks
 
     def _by_rank(self, phase: str, name: str, later: int = 0) -> ByRank:
-        """Returns what each rank has of a tensor in a phase, in the step so many steps ``later``.
+        """Returns by rank its parameter, gradient or buffer of a phase.
 
-        Ranks that have nothing of it are left out.
+        Args:
+            phase: The phase.
+            name: The parameter or buffer.
+            later: How many steps after this one; -1 is the step before.
+
+        Returns:
+            The tensors, full or shards; ranks without one are left out.
         """
         keys = [
             self._step.key(phase, name, role)._replace(step=self._step.number + later)
@@ -444,20 +507,28 @@ class ParameterChecks:
     def _gaps_to_shards(self, by_rank: ByRank, full: np.ndarray) -> dict[int, float]:
         """Returns by rank the relative difference between its tensor and its shard of the twin's.
 
-        It is that of the nearest possible shard.
+        How tensors are split is not recorded: of the shards that a rank may have, the one with the
+        smallest difference counts. The difference is 0 if no shard has the shape of the tensor.
+
+        Args:
+            by_rank: By rank, its tensor: the full tensor or a shard.
+            full: The twin's tensor, by whose largest number differences are divided.
         """
         scale = largest_of(full)
 
         def gap_of(number: int, tensor: np.ndarray) -> float:
             """Returns how far a rank's tensor is from the nearest of its possible shards."""
-            # Sums over several ranks are float64.
             expected = self._step.possible_shards(full, tensor.shape, number)
+            # By the dtype of the tensor, as a sum over several ranks is in float64.
             return min((gap(tensor, p.astype(tensor.dtype), scale) for p in expected), default=0.0)
 
         return {number: gap_of(number, tensor) for number, tensor in by_rank.items()}
 
     def _axes_splitting(self, by_rank: ByRank, full: np.ndarray) -> tuple[str, ...]:
-        """Returns the axes that split a tensor, by the shapes of a rank's and the twin's."""
+        """Returns the axes that split a tensor, by the shapes of a rank's and the twin's tensor.
+
+        Of several possible layouts it is the first; () if none fits.
+        """
         shape = next(iter(by_rank.values())).shape
         layout = next(layouts(full.shape, shape, self._step.degrees), ())
         return tuple(axis for cut in layout for axis in cut.axes)
@@ -470,8 +541,9 @@ class ParameterChecks:
     def _backward_position(self, name: str) -> float:
         """Returns a number by which parameters are sorted in the order of the twin's backward.
 
-        It follows the gradient of the layer's output. If that is not recorded, layers are sorted
-        behind all others, against the order of forward.
+        A parameter comes right after the gradient of its layer's output. Parameters of layers
+        without a recorded gradient come behind all others, against the order of forward; those of
+        layers without a recorded output come last.
         """
         layer, positions = name.rpartition(".")[0], self._step.positions.items()
         in_backward = [n for key, n in positions if (key.phase, key.name) == ("gradient", layer)]
