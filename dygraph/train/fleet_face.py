@@ -68,6 +68,7 @@ class PipelineFace(MetaParallelBase):
     callbacks = pipeline_parallel_callbacks_
     #: Whether Fleet's wrapper of this type has hooks for bubbles.
     _has_bubble_hooks = False
+    #: The chunk of :meth:`set_virtual_pipeline_rank`; None before that call.
     _virtual_pp_rank: int | None = None
     # Trainers of libraries read these (see docs/libraries.md). Gradients are reduced once, after
     # the last backward, without buffers of their own.
@@ -239,7 +240,7 @@ class PipelineFace(MetaParallelBase):
             ConfigError: An option is wrong.
             StateError: ``fleet.init`` was not called.
             UsageError: ``layers`` is no PipelineLayer.
-            ScheduleError: The schedule passes the memory cap.
+            ScheduleError: The schedule exceeds the memory limit.
             PipelineTimeout: Another rank did not arrive within the limit.
         """
         job = required_job(
@@ -253,13 +254,15 @@ class PipelineFace(MetaParallelBase):
                 fix="build the model as a PipelineLayer",
             )
         strategy = strategy or user_strategy()
-        begin: Callable[..., None] = super().__init__
-        begin(layers, hcg or job.hcg, strategy)
+        # Typed here, since Paddle's own is not.
+        begin_wrapper: Callable[..., None] = super().__init__
+        begin_wrapper(layers, hcg or job.hcg, strategy)
         # Loaded here: a script that wraps no pipeline needs no runtime.
         runtime_class: type[Runtime] = pkgutil.resolve_name(
             "fleetpipe.dygraph.train.runtime:Runtime"
         )
         self._runtime = runtime_class(layers, strategy, job, self._has_bubble_hooks)
+        # For a captured model: trains the plain model on the first batches too, and compares them.
         self.accompany(layers.companion(self))
         for make_observer in observer_makers:
             self.observe(make_observer(self))
@@ -269,7 +272,11 @@ class PipelineFace(MetaParallelBase):
         return type(self)(copy.deepcopy(self.layers, memo), strategy=self._strategy)
 
     def forward(self, *inputs: Nest, **named: Nest) -> Nest:
-        """Runs the whole model, if this process has it.
+        """Runs the whole model on inputs, and returns its output, if this process has all stages.
+
+        Args:
+            inputs: The positional arguments of the model.
+            named: The keyword arguments of the model.
 
         Raises:
             UsageError: Other ranks have stages of the model.
@@ -353,7 +360,7 @@ class PipelineFace(MetaParallelBase):
         self.callbacks.register_hook(location, hook)
 
     def refused_hook(self, *_arguments: Any, **_options: Any) -> NoReturn:
-        """Refuses forward hooks on the wrapper: no batch calls it as a whole.
+        """Refuses forward hooks on the wrapper, whose ``forward`` no batch calls.
 
         Raises:
             ConfigError: Always.
@@ -387,8 +394,7 @@ class PipelineFace(MetaParallelBase):
     def fused_gradient(self, *arguments: Any, **options: Any) -> NoReturn:
         """Refuses Fleet's methods that fuse gradients or reduce them within backward.
 
-        Few scripts call these methods. A script that does must not continue as if gradients had
-        been reduced.
+        A script that calls one of these methods must not continue as if gradients had been reduced.
 
         Raises:
             ConfigError: Always.

@@ -1,7 +1,8 @@
 """What a wrapped model has between batches: its schedule, stage, engines and random seeds.
 
-Start with :class:`Runtime`. With ``fleetpipe_configs["order"] = "ready"`` a rank may reorder the
-actions of the schedule: it runs the first of its actions that is ready.
+Start with :class:`Runtime`. The seeds of a batch are its ``keys``: random numbers depend on them,
+and on the layer and the micro-batch. With ``fleetpipe_configs["order"] = "ready"`` a rank may
+reorder the actions of the schedule: it runs the first of its actions that is ready.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class BatchKeys:
     """Draws the seeds of each batch of a model."""
 
     def __init__(self, layers: PipelineLayer, job: Job, mode: str) -> None:
-        """Draws no number yet.
+        """Stores what the seeds depend on; draws none yet.
 
         Args:
             layers: The model.
@@ -63,7 +64,11 @@ class BatchKeys:
         self._sequence_rank = job.sequence().rank
 
     def draw(self, training: bool = True) -> Keys | None:
-        """Draws the seeds of the batch that begins; None if the option ``rng`` is ``"fleet"``."""
+        """Draws the seeds of the batch that begins; None if the option ``rng`` is ``"fleet"``.
+
+        Args:
+            training: Whether the batch trains, instead of running forward only.
+        """
         python = self._layers.owned_stages.draws_python
         keys = random_keys.draw(self._mode, python, self._sequence_rank, training)
         if keys is not None:
@@ -77,9 +82,12 @@ class BatchKeys:
         return {**of_losses, **self._layers.state.own_parameters()}
 
     def peek(self, training: bool = True) -> Keys | None:
-        """Returns the seeds of the next training batch or evaluation. Collective over mp.
+        """Returns the seeds of the next batch, without a change of the random states.
 
-        The random states do not change.
+        Collective over mp.
+
+        Args:
+            training: Whether that batch trains, instead of running forward only.
         """
         with random_keys.random_states_kept():
             keys = self.draw(training)
@@ -130,15 +138,15 @@ def _may_reorder(config: PipelineConfig, job: Job) -> bool:
 
 
 class _EnvelopeBuilder:
-    """Computes for each batch which actions this process's rank may run early.
+    """Returns for each batch its envelope: the actions that this process's rank may run early.
 
-    It depends on the current layers of the model.
+    The envelope depends on the layers of the model; it is computed again when they have changed.
     """
 
     def __init__(
         self, schedule: Schedule, config: PipelineConfig, job: Job, layers: PipelineLayer
     ) -> None:
-        """Takes what an envelope depends on; it is computed for the first batch."""
+        """Stores what the envelope depends on; the first call computes it."""
         (self._rank,) = job.connect()
         self._schedule, self._layers = schedule, layers
         self._cap, self._costs = config.memory_cap, config.costs
@@ -146,11 +154,12 @@ class _EnvelopeBuilder:
             # The bytes may be those of whole micro-batches. Without a limit in bytes, a rank saves
             # as much as in the order of the schedule.
             self._cap = self._costs = None
+        #: The version of the layers for which the envelope was computed.
         self._version: int | None = None
         self._envelope: Envelope | None = None
 
     def __call__(self) -> Envelope:
-        """Called for a new batch: returns its envelope, which says what this rank may run early."""
+        """Returns the envelope of a new batch, of which no action has run."""
         if self._envelope is None or self._version != self._layers.version:
             self._version = self._layers.version
             edges, shared = (
@@ -164,11 +173,12 @@ class _EnvelopeBuilder:
         return self._envelope
 
     def _stages_share_tensors(self) -> bool:
-        """Whether two stages of this rank can reach the same tensor, as a parameter or else."""
+        """Whether two stages of this rank can reach the same tensor, a parameter or any other."""
         placement, owned = self._schedule.placement, self._layers.owned_stages
         stages = placement.stages_of(self._rank)
         if len(stages) == 1:
             return False
+        # The loss functions belong to the last stage, and may reach tensors of its layers.
         of_layers, range_of = owned.tensors(), self._layers.partition.range_of
         ids_by_stage: list[set[int]] = []
         for stage in stages:
@@ -223,7 +233,7 @@ class Runtime:
         config: The options of its pipeline.
         switches: The options of ``pp_configs``.
         sequence: The ranks that split the same sequences among them.
-        bubbles: The number of a rank's bubbles before which hooks are called.
+        bubbles: The number of bubbles of a rank in which hooks are called.
         schedule: The schedule that a training batch runs.
         plan: The lowered schedule.
         units: How the schedule cuts micro-batches into sequence chunks.
@@ -246,6 +256,7 @@ class Runtime:
     weights: MicroBatchWeights
     data: RankData
     stage: DygraphStage
+    #: The version of the layers in the last training batch; -1 before the first.
     _version: int
 
     def __init__(
@@ -261,12 +272,13 @@ class Runtime:
 
         Raises:
             ConfigError: An option is wrong.
-            ScheduleError: The schedule passes the memory cap.
+            ScheduleError: The schedule exceeds the memory limit.
             PipelineTimeout: Another rank did not arrive within the limit.
         """
         self.layers = layers
         self.job = job
         self.switches = Switches.from_strategy(strategy, layers)
+        #: Whether a batch of this model is running.
         self._running = False
         layers.follow()
         layers.require_listed()
@@ -275,10 +287,12 @@ class Runtime:
         scale, timed = scale_strategy(strategy), self.switches.enable_timer
         self.reductions = Reductions(layers, job, scale, timed)
         kinds = self.reductions.kinds
+        #: Whether layers exchange values with other ranks within an action.
         self._exchanges = any(kind.exchanges for kind in kinds) or job.degrees.sep > 1
         self._build_schedule(PipelineConfig.from_strategy(strategy))
         self.keys: BatchKeys = BatchKeys(layers, job, self.config.rng)
         self.engines = Engines(job)
+        # A layer that the script built may be in several pipelines, all on the same rank.
         for reference in () if job.local else job.pipelines:
             earlier = reference()
             if earlier is not None:
@@ -335,7 +349,7 @@ class Runtime:
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """While it is open, another batch is refused: of another thread, or of a hook."""
+        """While this context is open, another batch is refused: of another thread, or of a hook."""
         if self._running or not self.job.turn.acquire(blocking=False):
             raise StateError(
                 "a batch runs already",
@@ -367,18 +381,28 @@ class Runtime:
     def running(
         self, batch: Batch, evaluated: int | None = None, units: Units = WHOLE
     ) -> Iterator[Run]:
-        """While it is open, a batch can run; a batch that fails leaves no gradients.
+        """Prepares a batch, which can run while this context is open; ends it afterwards.
 
-        A failure on another rank ends this rank's waits, and a failure here reaches all ranks. If
-        this process plays all ranks, a failed batch also restores the buffers.
+        A failure on another rank ends this rank's waits, and a failure here reaches all ranks. A
+        training batch that fails leaves no gradients; if this process plays all ranks, it restores
+        the buffers of the layers too.
 
         Args:
             batch: The batch.
-            evaluated: The number of micro-batches of a batch that runs forward only; None trains.
-            units: The states that layers keep in a batch that runs forward only.
+            evaluated: The number of micro-batches of a batch that runs forward only; None for a
+                training batch.
+            units: How a batch that runs forward only is cut into units, and what layers keep from
+                one unit to the next. A training batch is cut as its schedule says.
 
         Yields:
-            The function that runs the batch once.
+            The function that runs the batch once; see :data:`Run`.
+
+        Raises:
+            StateError: Another batch runs in this process.
+            ConfigError: A stage uses a parameter of another rank.
+            BoundaryError: A stage uses a value that a stage of another rank has stored.
+            PeerFailed: Another rank failed.
+            PipelineTimeout: Another rank did not send or arrive within the limit.
         """
         training, engines = evaluated is None, self.engines
         engine = engines.training if evaluated is None else engines.evaluation(evaluated)
@@ -386,10 +410,12 @@ class Runtime:
             units = self.units if training else units
             first = self.first_micro_batch * units.count
             if training and self._version != self.layers.version:
+                # The script has put other layers into the model.
                 self.layers.require_listed()
                 self.stage.split.forget_layers()
                 self.stage.watch = self.layers.hidden_uses()
                 self._version = self.layers.version
+            # Finds stages that use values or parameters of other ranks; None if there are none.
             watch = self.stage.watch
             hooks = engines.hook_calls.of_batch(training)
             trees = self.reductions.begin_trees(self.config.micro_batches) if training else None
@@ -404,6 +430,7 @@ class Runtime:
                     self.job.guarded(engine.where),
                     self.job.limited_by_card(),
                     self.reductions.own_errors(),
+                    # An error that such a use causes names the use.
                     nullcontext() if watch is None else watch.refused(),
                 ):
                     yield functools.partial(engine.run, first_micro_batch=first)
@@ -447,7 +474,6 @@ class Runtime:
         self.weights, self.units = weights, units
         self.data = RankData(self.job, schedule.placement, config)
         self.stage = DygraphStage.of(layers.owned_stages, schedule, config.fast_leaves)
-        #: The version of the layers in the last batch; -1 before the first.
         self._version = -1
 
     def _connect(self) -> None:
