@@ -18,6 +18,7 @@ from fleetpipe.static.graph import DROPOUTS, has_random_name, user_line
 # Paddle's names of operations.
 PARAMETER, DATA, COMBINE = "builtin.parameter", "pd_op.data", "builtin.combine"
 SET_PARAMETER = "builtin.set_parameter"
+# ``assign_value_`` writes numbers over a tensor of zeros: paddle.assign and to_tensor make both.
 _ASSIGN_VALUE, _DETACH, _EINSUM = "pd_op.assign_value_", "pd_op.share_data_", "pd_op.einsum"
 #: Operations that change running statistics, which their backward does not take.
 NORMS = ("pd_op.batch_norm", "pd_op.sync_batch_norm")
@@ -33,7 +34,8 @@ DIVISIBLE = frozenset(
         *("conv2d", "depthwise_conv2d", "conv3d", "conv2d_transpose", "bilinear"),
     )
 )
-#: The operation that adds a gradient to an accumulator.
+#: The operation that adds a parameter's gradient to its accumulator, in which the micro-batches of
+#: a batch add up.
 _ACCUMULATE = "pd_op.add_"
 
 
@@ -86,7 +88,7 @@ def is_random(op: Op) -> bool:
 
 
 def location(value: Variable) -> tuple[int, int]:
-    """Returns the id of the operation that computes a value, and the value's position in it."""
+    """Returns where a value is from: the id of its operation, and its position in the results."""
     return value.get_defining_op().id(), value.index()
 
 
@@ -124,10 +126,10 @@ def is_source(op: Op) -> bool:
 def is_constant(op: Op) -> bool:
     """Returns whether an operation computes nothing from other values: parameter, data, constant.
 
-    In ``Operation`` this is ``floating``.
+    :class:`fleetpipe.static.graph.Operation` has the same as ``floating``.
     """
     if op.name() == _ASSIGN_VALUE:
-        # paddle.assign and to_tensor of numbers write these over new zeros.
+        # A constant if the tensor that it writes over is one, which nobody feeds or trains.
         producers = [value.get_defining_op() for value in operands(op)]
         return all(
             producer is not None and is_constant(producer) and not is_source(producer)
@@ -140,9 +142,11 @@ def in_place_operands(op: Op) -> dict[int, int]:
     """Returns which operands an operation changes in place.
 
     Returns:
-        For each result that shares an operand's memory, by position, the position of the operand.
+        By the position of a result that reuses an operand's memory, the position of that operand;
+        {} if the operation changes no operand that anybody else reads.
     """
     if op.name() == _ASSIGN_VALUE and is_constant(op) and op.operand_source(0).has_one_use():
+        # It writes numbers over zeros that nothing else reads: together they are a constant.
         return {}
     if op.name() == _DETACH:
         return {}  # its result shares the memory, but does not change it
@@ -217,6 +221,7 @@ def read_einsum_operands(ops: Iterable[Op]) -> None:
     for op in ops:
         if op.name() == _EINSUM:
             operands = op.operand_source(0).get_defining_op().operands_source()
+            # The result with the shapes of the operands: a list, split where they are used.
             shapes = op.result(2)
             for split_list in shapes.all_used_ops_in_same_block():
                 for shape, operand in zip(split_list.results(), operands):
@@ -243,6 +248,7 @@ def move_recomputed_operations(program: Program, recomputed: Collection[int]) ->
     for op in ops:
         if op.id() in recomputed:
             continue
+        # The recomputed operations on which ``op`` depends, as far as none before needed them.
         needed, unvisited = [], [op]
         while unvisited:
             for value in operands(unvisited.pop()):
@@ -253,6 +259,7 @@ def move_recomputed_operations(program: Program, recomputed: Collection[int]) ->
                     unvisited.append(source)
         for source in sorted(needed, key=lambda source: order[source.id()]):
             source.move_before(op)
+    # The copies: a recomputed operation changes a copy of what it would change in place.
     for op in ops:
         if op.id() not in recomputed:
             continue
@@ -277,7 +284,11 @@ class DividedBackward(NamedTuple):
 
 
 def skip_unused_results(ops: Iterable[Op]) -> None:
-    """Makes the :data:`DIVISIBLE` of ``ops`` compute only the results that are used."""
+    """Makes operations compute only those of their results that are used; changes them in place.
+
+    It changes the operations of ``ops`` that can do that, :data:`DIVISIBLE`: an unused result gets
+    the type of no value, and Paddle does not compute it.
+    """
     nothing = pir.fake_value().type()
     for op in ops:
         if op.name() in DIVISIBLE:
@@ -300,6 +311,7 @@ def reuse_gradient_of_sum(ops: Sequence[Op], forward: Collection[int]) -> None:
         if index in forward or op.name() != "pd_op.add_grad":
             continue
         x, bias, grad = op.operands_source()
+        # The last dimensions of ``x``, to which those of the bias are broadcast.
         last = x.shape[len(x.shape) - len(bias.shape) :]
         fits = len(last) == len(bias.shape) and all(b in (1, a) for a, b in zip(last, bias.shape))
         if fits and min(bias.shape, default=1) > 0 and op.result(0).initialized():
@@ -335,7 +347,11 @@ class _BackwardGraph:
                 self._users.setdefault(result, []).append(index)
 
     def divide(self) -> DividedBackward:
-        """Returns the operations of I and of W; see :func:`divide`."""
+        """Returns the operations of I and of W; see :func:`divide`.
+
+        In this class ``inputs`` are the operations of I, ``weights`` those of W, ``ends`` the last
+        operations of I, and ``for_weights`` the results that I must compute for W.
+        """
         ends, for_weights = self._last_operations_of_input_grad()
         inputs = self._dependencies(ends)
         # A list of gradients, as rnn_grad returns, cannot be saved for W, but its tensors can.
@@ -421,7 +437,10 @@ class _BackwardGraph:
         return gradients
 
     def _is_from_data(self, value: Variable) -> bool:
-        """Returns whether a value of the forward depends on data, not on parameters only."""
+        """Returns whether a value of the forward depends on data, not on parameters only.
+
+        It is False for any value of the backward.
+        """
         op = value.get_defining_op()
         if op is None or self._index_by_id.get(op.id()) in self._backward_set:
             return False
@@ -430,7 +449,10 @@ class _BackwardGraph:
     def _can_skip_results(
         self, index: int, inputs: Collection[int], for_weights: Collection[tuple[int, int]]
     ) -> bool:
-        """Returns whether operation ``index`` of I can skip some results, which only W takes."""
+        """Returns whether operation ``index`` of I can skip some results, which only W takes.
+
+        Then it runs in both: in I for the results that I needs, in W for the others.
+        """
         op = self._ops[index]
         used = [(index, n) for n in range(op.num_results()) if (index, n) in self._users]
         skipped = [self._only_weights_use(result, inputs, for_weights) for result in used]
@@ -442,7 +464,13 @@ class _BackwardGraph:
         inputs: Collection[int],
         for_weights: Collection[tuple[int, int]],
     ) -> bool:
-        """Returns whether no operation of I takes a result, nor must I compute it for W."""
+        """Returns whether only W needs a result of an operation, so that I need not compute it.
+
+        Args:
+            result: The result.
+            inputs: The operations of I.
+            for_weights: The results that I must compute for W.
+        """
         taken = any(user in inputs for user in self._users[result])
         return not taken and result not in for_weights
 
