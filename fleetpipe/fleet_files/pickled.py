@@ -28,6 +28,7 @@ Pickled = Any
 
 #: The bytes of an element of each kind of NumPy's dtypes that Paddle's files have.
 _SIZES = {"b": (1,), "i": (1, 2, 4, 8), "u": (1, 2, 4, 8), "f": (2, 4, 8), "c": (8, 16)}
+#: Their names, such as "f4", a float of four bytes.
 _DTYPES = {f"{kind}{size}" for kind, sizes in _SIZES.items() for size in sizes}
 #: The names of the operations that Paddle's files have; see ``pickletools``.
 _OPERATIONS = (
@@ -40,7 +41,7 @@ _OPERATIONS = (
 )
 #: The most containers around a value.
 _MOST_NESTED = 100
-#: The errors of operations on values that they are not for.
+#: The errors that an operation raises if its operands have other types than in Paddle's files.
 _OPERATION_ERRORS = (
     TypeError,
     LookupError,
@@ -48,13 +49,14 @@ _OPERATION_ERRORS = (
     AttributeError,
     pickle.UnpicklingError,
 )
+#: The types of values that are no containers, and need no change when a file has been read.
 _PLAIN = (bool, int, float, str, bytes, np.generic)
 
 _Python: Any = pickle._Unpickler
 
 
 class Refused(ValueError):
-    """The error for a pickle with something that ``paddle.save`` does not write, as it says."""
+    """A pickle has something that ``paddle.save`` does not write; the message says what."""
 
 
 class ArrayLocation(NamedTuple):
@@ -147,6 +149,7 @@ class _Unbuilt:
     """
 
     def __init__(self, build: Callable[[Pickled], Pickled]) -> None:
+        """Takes the function that returns the array or dtype, given its state in the pickle."""
         self._build = build
         self.value: Pickled = None
 
@@ -168,12 +171,13 @@ class PickledObject(_Unbuilt):
     """
 
     def __init__(self, kind: str) -> None:
+        """Begins an object of the class ``kind``, whose state comes later in the pickle."""
         super().__init__(self._take)
         self.kind = kind
         self.fields: dict[str, Pickled] = {}
 
     def _take(self, state: Pickled) -> Pickled:
-        """Stores the object's state as its attributes."""
+        """Stores the object's state as its attributes; returns None, as there is no other value."""
         if type(state) is not dict:
             raise Refused("an object with a state that is no dict")
         self.fields = state
@@ -188,15 +192,31 @@ class _Operations(dict[int, Callable[[Any], None]]):
 
 
 class _Machine(_Python):  # type: ignore[misc]
-    """Python's unpickler, restricted to the operations of Paddle's files."""
+    """Python's unpickler, restricted to the operations of Paddle's files.
+
+    The methods ``load_*`` replace Python's: each runs one operation of a pickle. They pop their
+    operands from ``self.stack``; ``self.append`` pushes a value, ``self.read`` reads bytes.
+    """
 
     def __init__(self, file: _Bytes, records: Collection[str], leave_arrays: bool) -> None:
+        """Takes the file to read.
+
+        Args:
+            file: The file.
+            records: Full names of the classes of which the pickle may have objects.
+            leave_arrays: Whether the bytes of large arrays are skipped: then the value in their
+                place is their location in the file.
+        """
         super().__init__(file)
         self._records = records
         self._read_or_skip = file.skip if leave_arrays else file.read
 
     def find_class(self, module: str, name: str) -> Callable[..., Pickled] | _ClassName:
-        """Returns what stands for a name of a module in this machine."""
+        """Returns what a name of a module stands for: a function of ``_CALLS``, or a class's name.
+
+        Raises:
+            Refused: The name is neither in ``_CALLS`` nor one of the classes of records.
+        """
         full_name = f"{module}.{name}"
         if full_name in self._records:
             return _ClassName(name)
@@ -357,15 +377,16 @@ _CALLS: Mapping[str, Callable[..., Pickled]] = {
 def _build_values(
     value: Pickled, results: dict[int, tuple[Pickled, int]], depth: int
 ) -> tuple[Pickled, int]:
-    """Replaces the unbuilt arrays in a value by their arrays.
+    """Replaces each :class:`_Unbuilt` in a value by the array that it has built.
 
     Args:
         value: A value of the machine; an item that it has twice is converted once.
-        results: The result for each container so far, by the identity of the container.
+        results: What this function has returned for each container so far, by its ``id()``.
         depth: The number of containers around the value.
 
     Returns:
-        The new value, and the number of containers nested in it.
+        The new value, and its height: 0 for a value that is no container, else one more than that
+        of the highest item.
 
     Raises:
         Refused: The value has something unfinished, or is nested too deeply.
@@ -377,7 +398,8 @@ def _build_values(
     if type(value) not in (dict, list, tuple, PickledObject):
         raise Refused("a name or an array that was not finished")
     if id(value) not in results and depth < _MOST_NESTED:
-        results[id(value)] = (None, _MOST_NESTED)  # for one that holds itself
+        # Stands until the items are done, for a container that holds itself: the limit refuses it.
+        results[id(value)] = (None, _MOST_NESTED)
         if type(value) is PickledObject:
             value.fields, height = _build_values(value.fields, results, depth + 1)
             results[id(value)] = (value, 1 + height)

@@ -49,10 +49,13 @@ class Progress(paddle.callbacks.ProgBarLogger):
         super().__init__(log_freq, verbose)
         self._with_bar = verbose == 1 and sys.stderr.isatty()
         self._bar: tqdm | None = None
+        #: Of the loop that runs: its name, the names of its figures, its batches (None if unknown).
         self._title = ""
         self._names: list[str] = []
         self._steps: int | None = None
+        #: Its batches that have run, also before a resumption, and the samples since its begin.
         self._batches_done = self._samples = 0
+        #: When the loop began and when a line, or the bar's texts, were last shown, in seconds.
         self._loop_began = self._shown_at = 0.0
         #: Batches of this training that have run, and that will still run; None if unknown.
         self._trained = 0
@@ -69,18 +72,24 @@ class Progress(paddle.callbacks.ProgBarLogger):
     on_eval_batch_begin = on_predict_batch_begin = on_train_batch_begin
 
     def on_epoch_begin(self, epoch: int | None = None, logs: Any = None) -> None:
-        """Starts the bar of an epoch."""
+        """Starts the bar of an epoch.
+
+        Args:
+            epoch: The number of the epoch, from 0.
+            logs: A dict, though Paddle's methods have the default None: ``"step"`` is the number
+                of batches of this epoch that ran before, if the training was resumed within it.
+        """
         number, epochs, steps = epoch or 0, self.params["epochs"], self.params["steps"]
         batches_done = logs.get("step", 0)
         self._to_come = None if steps is None else (epochs - number) * steps - batches_done
         self._begin_loop(f"epoch {number + 1}/{epochs}", steps, batches_done)
 
     def on_eval_begin(self, logs: Any = None) -> None:
-        """Starts the bar of an evaluation."""
+        """Starts the bar of an evaluation; ``logs`` is a dict with ``"steps"``, its batches."""
         self._begin_loop("evaluation", logs.get("steps"))
 
     def on_predict_begin(self, logs: Any = None) -> None:
-        """Starts the bar of a prediction."""
+        """Starts the bar of a prediction; ``logs`` is a dict with ``"steps"``, its batches."""
         self._begin_loop("prediction", logs.get("steps"))
 
     def on_train_batch_end(self, step: int, logs: Any = None) -> None:
@@ -91,13 +100,17 @@ class Progress(paddle.callbacks.ProgBarLogger):
         self._count_batch(logs)
 
     def on_eval_batch_end(self, step: int, logs: Any = None) -> None:
-        """Counts another batch, and shows a line if one is due."""
+        """Counts a batch of an evaluation or a prediction, and shows a line if one is due."""
         self._count_batch(logs)
 
     on_predict_batch_end = on_eval_batch_end
 
     def _count_batch(self, logs: Any) -> None:
-        """Counts a batch; updates the bar, or shows a line if one is due."""
+        """Counts a batch; updates the bar, or shows a line if one is due.
+
+        Args:
+            logs: The figures of the loop by name; ``"batch_size"`` is the batch's number of rows.
+        """
         self._samples += logs["batch_size"]
         self._batches_done += 1
         now = time.perf_counter()
@@ -107,6 +120,7 @@ class Progress(paddle.callbacks.ProgBarLogger):
                 self._shown_at = now
                 self._update_bar(self._bar, logs)
             self._bar.update()
+        # After the last batch the end of the loop writes a line.
         elif self._batches_done != self._steps and (
             now - self._shown_at >= _SECONDS_OF_A_LINE
             if self.verbose == 1
@@ -176,7 +190,7 @@ class Progress(paddle.callbacks.ProgBarLogger):
             )
 
     def _update_bar(self, bar: tqdm, logs: Any) -> None:
-        """Sets the texts beside the bar, as many as fit; loss, rate and time left come first."""
+        """Sets the texts beside the bar, as many as fit: loss, rate and time left before others."""
         head = f"{self._title}: 100%|| {self._steps}/{self._steps}, "
         width = (bar.format_dict["ncols"] or _DEFAULT_WIDTH) - len(head) - _BAR_WIDTH
         texts = self._texts(logs)
