@@ -138,32 +138,34 @@ def target_of(function: Function, args: tuple[Any, ...]) -> Tensor | None:
 class OperationListener(Protocol):
     """Gets the operations that :func:`intercepting` intercepts, each by one of these methods.
 
-    A method may run the operation, and returns the operation's result or another one.
+    The arguments of a method are the intercepted function, its positional arguments ``args``, and
+    its keyword arguments ``named``. The method may run the function. What it returns is the result
+    of the call in the user's code: usually the function's result.
     """
 
     def operation(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Called instead of an operation."""
+        """Called instead of an operation; returns the result of the call."""
 
     def layer(self, call: Function, layer: Layer, args: tuple[Any, ...], named: Any) -> Any:
-        """Called instead of the call of a layer: ``call(layer, *args, **named)``."""
+        """Called instead of a layer, which ``call(layer, *args, **named)`` runs."""
 
     def read(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Called instead of a function that turns a Tensor into Python numbers."""
+        """Called instead of a function that turns a Tensor into numbers; returns the numbers."""
 
     def memory(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Called instead of a function that accesses a Tensor's memory."""
+        """Called instead of a function that accesses a Tensor's memory; returns its result."""
 
     def shape(self, tensor: Tensor, shape: list[int]) -> list[Any]:
         """Called when a Tensor's shape is read; returns the shape to give instead."""
 
     def backward(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Called instead of a function that computes gradients."""
+        """Called instead of a function that computes gradients; returns the function's result."""
 
     def recompute(self, call: Function, function: Function, args: tuple[Any, ...]) -> Any:
-        """Called instead of Paddle's ``recompute(function, *args)``; ``call()`` runs it."""
+        """Called instead of Paddle's ``recompute(function, *args)``, which ``call()`` runs."""
 
     def assigned(self, put: Function, layer: Layer, name: str, value: Any) -> None:
-        """Called when an attribute of a layer is set: ``put(layer, name, value)``."""
+        """Called when an attribute of a layer is set, which ``put(layer, name, value)`` does."""
 
 
 class _PassiveListener:
@@ -199,6 +201,7 @@ def intercepting(listener: OperationListener) -> Iterator[None]:
     def choose() -> OperationListener:
         return listener if get_ident() == thread else passive
 
+    # What is replaced: a module or class, a name in it, and the replacement.
     names: list[tuple[Any, str, Any]] = [
         (module, name, functools.partial(_pass_to_listener, choose, "operation", function))
         for module, name, function in bound_operations()
@@ -230,12 +233,23 @@ def intercepting(listener: OperationListener) -> Iterator[None]:
 def _pass_to_listener(
     choose: _Choice, event: str, function: Function, /, *args: Any, **named: Any
 ) -> Any:
-    """Calls the method ``event`` of the listener instead of a function of Paddle's."""
+    """Calls the method ``event`` of the listener instead of a function of Paddle's.
+
+    Args:
+        choose: Returns the listener of the calling thread.
+        event: The name of a method of :class:`OperationListener`.
+        function: The function of Paddle's.
+        args: Its positional arguments.
+        named: Its keyword arguments.
+    """
     return getattr(choose(), event)(function, args, named)
 
 
 def _method_to_listener(choose: _Choice, event: str, function: Function) -> Function:
-    """Returns a method of Tensor that calls the listener's method ``event``."""
+    """Returns a method of Tensor that acts as :func:`_pass_to_listener` for ``function``.
+
+    It is a function, as a ``partial`` in a class would not get the tensor.
+    """
 
     def method(*args: Any, **named: Any) -> Any:
         return getattr(choose(), event)(function, args, named)
@@ -244,7 +258,7 @@ def _method_to_listener(choose: _Choice, event: str, function: Function) -> Func
 
 
 def _layer_call(choose: _Choice, call: Function) -> Function:
-    """Returns a ``Layer.__call__`` that calls the listener."""
+    """Returns a ``Layer.__call__`` that calls the listener in place of Paddle's own, ``call``."""
 
     def __call__(layer: Layer, *args: Any, **named: Any) -> Any:
         return choose().layer(call, layer, args, named)
@@ -253,7 +267,12 @@ def _layer_call(choose: _Choice, call: Function) -> Function:
 
 
 def _stop_gradient_property(choose: _Choice, flag: Any) -> property:
-    """Returns the property ``Tensor.stop_gradient`` whose changes call the listener."""
+    """Returns a property for ``Tensor.stop_gradient``: each change calls the listener.
+
+    Args:
+        choose: Returns the listener of the thread that changes it.
+        flag: Paddle's own property.
+    """
 
     def put(tensor: Tensor, value: bool) -> None:
         if flag.__get__(tensor) != value:
@@ -295,7 +314,12 @@ def _tolerant_register_hook(register: Function) -> Function:
 
 
 def _data_property(choose: _Choice, data: Any) -> property:
-    """Returns the property ``Tensor.data``, of which reads and writes call the listener."""
+    """Returns a property for ``Tensor.data``: reads and writes call the listener as operations.
+
+    Args:
+        choose: Returns the listener of the thread that reads or writes.
+        data: Paddle's own property.
+    """
 
     def get_data(tensor: Tensor) -> Tensor:
         return data.__get__(tensor)
@@ -320,12 +344,21 @@ def move_to_new_memory(tensor: Tensor) -> None:
 
 
 def _shape_property(choose: _Choice, shape: Any) -> property:
-    """Returns the property ``Tensor.shape``, of which each read calls the listener."""
+    """Returns a property for ``Tensor.shape``; each read returns what the listener gives instead.
+
+    Args:
+        choose: Returns the listener of the thread that reads.
+        shape: Paddle's own property, which returns the shape as a list of ints.
+    """
     return property(lambda tensor: choose().shape(tensor, shape.__get__(tensor)))
 
 
 def _size_property(size: Any) -> property:
-    """Returns the property ``Tensor.size``, which keeps the listener's sizes that are no ints."""
+    """Returns a property for ``Tensor.size``; ``size`` is Paddle's own.
+
+    A listener may give a shape whose entries are no ints: then their product, which is no int
+    either, is the size.
+    """
 
     def count(tensor: Tensor) -> Any:
         shape = tensor.shape
@@ -337,7 +370,7 @@ def _size_property(size: Any) -> property:
 
 
 def _layer_setattr(choose: _Choice, put: Function) -> Function:
-    """Returns a ``Layer.__setattr__`` that calls the listener."""
+    """Returns a ``Layer.__setattr__`` that calls the listener in place of Paddle's own, ``put``."""
 
     def __setattr__(layer: Layer, name: str, value: Any) -> None:
         choose().assigned(put, layer, name, value)
@@ -366,7 +399,7 @@ def _pylayer_apply(choose: _Choice, apply: Any) -> Any:
 
 
 def bound_operations() -> Iterator[tuple[Any, str, Function]]:
-    """Yields each Python module, name in it and operation that the name refers to."""
+    """Yields (module, name, operation) for each name in a Python module that is an operation's."""
     for module, name, function in _operations_in(frozenset(sys.modules), _C_ops.matmul):
         if vars(module).get(name) is function:
             yield module, name, function
@@ -378,7 +411,7 @@ def _operations_in(modules: frozenset[str], matmul: Function) -> list[tuple[Any,
 
     Args:
         modules: The names of the modules that are loaded.
-        matmul: One of the operations: a rehearsal replaces them all.
+        matmul: One of the operations: a rehearsal replaces them all, and so this one.
     """
     types = {
         function
@@ -422,6 +455,7 @@ def _with_replacement(function: Function, stock: Function) -> Function:
             return stock(*args)
         # _legacy_C_ops gets the name of each attribute before its value, after the tensors.
         strings = (index for index, value in enumerate(args) if isinstance(value, str))
+        # The number of tensors: the position of the first name.
         tensors = next(strings, len(args))
         attributes = dict(zip(args[tensors::2], args[tensors + 1 :: 2]))
         return function(*args[:tensors], **attributes)

@@ -95,7 +95,7 @@ def empty_on_host(shape: Sequence[int], dtype: DType) -> Tensor:
 def is_state_of_cudnn(tensor: Tensor) -> bool:
     """Returns whether a tensor may be the buffer ``_dropout_state`` of a recurrent layer.
 
-    cuDNN uses it: it is uint8 of shape [], and may lack memory on a CPU.
+    Only cuDNN uses that buffer, which is uint8 of shape [] and may lack memory on a CPU.
     """
     return not tensor.shape and tensor.dtype == paddle.uint8
 
@@ -203,7 +203,7 @@ def is_missing_memory_error(error: BaseException) -> bool:
 
 
 def note_write(tensor: Tensor) -> None:
-    """Increments the version of a tensor, by which autograd notices that its values changed."""
+    """Increments a tensor's version, by which autograd notices that the values have changed."""
     tensor._bump_inplace_version()
 
 
@@ -226,8 +226,8 @@ def leaf_on_same_memory(tensor: Tensor) -> Tensor:
 def take_gradient(parameter: Tensor) -> Tensor | None:
     """Removes the gradient of a parameter and returns it, without a copy; None without one.
 
-    It takes ``main_grad``, the float32 gradient, if the parameter has one. A gradient of selected
-    rows is returned and stays.
+    That is ``main_grad``, the float32 gradient, if the parameter has one. A gradient of selected
+    rows is returned, but not removed.
     """
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is not None:
@@ -248,7 +248,10 @@ def give_memory(source: Tensor, parameter: Tensor) -> None:
 
 
 def parameter_on_same_memory(parameter: Tensor) -> Tensor:
-    """Returns another parameter with the same memory and attributes, and a gradient of its own."""
+    """Returns a new parameter with the memory and the attributes of ``parameter``.
+
+    Its name and its gradient are its own.
+    """
     other = _framework.EagerParamBase(
         parameter.shape, parameter.dtype, trainable=not parameter.stop_gradient
     )
@@ -351,21 +354,26 @@ class SavedTensorHooks:
             backward: Called instead of Paddle's ``run_backward``, with its arguments.
         """
         self._hooks = paddle.autograd.saved_tensors_hooks(pack, unpack)
+        # Paddle's own functions, which are replaced between begin and end.
         self._grad: Callable[..., Any] = _eager.run_partial_grad
         self._backward, self._run_backward = backward, _eager.run_backward
 
     def begin(self) -> None:
-        """Starts to use the hooks."""
+        """Starts to use ``pack`` and ``unpack``, and to call ``backward`` in place of Paddle's."""
         self._hooks.__enter__()
         _eager.run_partial_grad, _eager.run_backward = self._grad_without_hooks, self._backward
 
     def end(self) -> None:
-        """Stops using the hooks; :meth:`begin` may follow again."""
+        """Stops using ``pack`` and ``unpack``; :meth:`begin` may follow again.
+
+        Paddle's own functions behind ``grad`` and ``backward``, which :meth:`begin` has replaced,
+        are put back.
+        """
         self._hooks.__exit__()
         _eager.run_partial_grad, _eager.run_backward = self._grad, self._run_backward
 
     def _grad_without_hooks(self, *args: object) -> Any:
-        """Runs ``paddle.grad`` with the hooks off."""
+        """Runs ``paddle.grad`` with ``pack`` and ``unpack`` off; its arguments are Paddle's own."""
         self._hooks.__exit__()
         try:
             return self._grad(*args)
@@ -376,14 +384,17 @@ class SavedTensorHooks:
 def is_for_pylayer() -> bool:
     """Returns whether the calling hook packs or unpacks a tensor that a ``PyLayer`` saves.
 
-    A ``PyLayer`` must get back a tensor with its graph; for operations Paddle itself adds that.
+    For a ``PyLayer`` the hook must return a tensor with its graph; for an operation Paddle adds the
+    graph itself. Only ``pack`` or ``unpack`` may call this, directly.
     """
+    # Frame 1 is the hook, frame 2 the function of Paddle's that calls the hook.
     return sys._getframe(2).f_code in _PYLAYER_CODES
 
 
 def saves_freely() -> bool:
     """Returns whether autograd saves tensors unchanged: no ``saved_tensors_hooks`` are in use."""
     try:
+        # Paddle refuses hooks within other hooks.
         with paddle.autograd.saved_tensors_hooks(_ignore_gradient, _ignore_gradient):
             return True
     except ValueError:
@@ -427,8 +438,8 @@ def watch_pylayers(
     Args:
         note_forward: Called with the user's class in its forward; its result is stored for the
             backward.
-        running: Returns the context of the backward, given the stored result and the class's
-            ``backward``.
+        running: Returns the context of the backward, given the result of ``note_forward`` and the
+            class's ``backward``.
     """
     backward_class: Any = PyLayerBackward
     if "__init__" in vars(backward_class):
