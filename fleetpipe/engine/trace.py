@@ -73,6 +73,9 @@ class Trace(BatchObserver):
     """Records some steps of one pipeline: those between :meth:`begin_step` and :meth:`end_step`.
 
     The constructor and :meth:`end_step` are collective.
+
+    Attributes:
+        clock_error: The largest error, in seconds, of the comparison of the ranks' clocks.
     """
 
     def __init__(
@@ -98,25 +101,40 @@ class Trace(BatchObserver):
         self._folder = folder
         self._schedule = schedule
         self._group = group
+        #: The events of each stored step, on rank 0, and the steps' numbers in their run.
         self._steps: deque[list[Event]] = deque(maxlen=most_steps)
         self._numbers: deque[int] = deque(maxlen=most_steps)
+        #: The number of steps that were recorded, also of those no longer stored.
         self._count = 0
         self._progress = progress
         self._recording = False
         self._now = device_clock()
+        #: Seconds by which this rank's clock is ahead of rank 0's.
         self._offset, self.clock_error = _compare_clocks(group)
+        #: Measures how long this thread waits for a processor, and the seconds of its last reading.
         self._queue: systems.ProcessorQueue | None = None
         self._queued = 0.0
-        #: Seconds for which a container's limit, and the hypervisor, had stopped this process when
-        #: the step began.
-        self._stopped_before = [0.0, 0.0]
+        #: When the step began: the seconds for which the container's limit of processor time had
+        #: stopped this process, and those that the hypervisor had given to other machines.
+        self._limited_before = self._stolen_before = 0.0
         #: For each stored step, the means over ranks: by "limited" and "stolen" the seconds that
-        #: these two took of it, and by the parts of ``BETWEEN`` the seconds since the step before.
+        #: the limit and the hypervisor took of it, and by the parts of ``records.BETWEEN`` (data,
+        #: callbacks, ..) the seconds between it and the step before.
         self._overheads: deque[dict[str, float]] = deque(maxlen=most_steps)
         self._machine = _describe_machine(group, len(self._records))
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
-        """Wraps actions, sends and receives: records when they begin and end."""
+        """Wraps actions, sends and receives: records when they begin and end.
+
+        Args:
+            played: The rank that runs the operation.
+            op: The operation.
+            instruction: Runs it.
+
+        Returns:
+            An instruction that is timed while a step is recorded; for any other operation,
+            ``instruction`` itself.
+        """
         if not isinstance(op, (Action, Send, Recv)):
             return instruction
         name, records = str(op), self._records[played.rank]
@@ -127,8 +145,9 @@ class Trace(BatchObserver):
             return instruction()
 
         def record(begin: float, end: float) -> None:
-            """Stores an event with its times, its waits, and the time without a processor."""
+            """Stores an event: its times, its waits, and its wait for a processor."""
             before, self._queued = self._queued, self._queue.seconds() if self._queue else 0.0
+            # Its field ``early``, 0 here, needs all events of the step: ``with_early`` sets it.
             records.append((name, begin, end, here.waited, 0, self._queued - before))
 
         timed = Stopwatch(run_timed, record, self._now)
@@ -141,7 +160,8 @@ class Trace(BatchObserver):
             records.clear()
         self._queue = self._queue or systems.ProcessorQueue()
         self._queued = self._queue.seconds()
-        self._stopped_before = [self._queue.limited_seconds(), systems.stolen_seconds()]
+        self._limited_before = self._queue.limited_seconds()
+        self._stolen_before = systems.stolen_seconds()
 
     def end_step(self, number: int | None = None) -> None:
         """Gathers the step's events on rank 0 and stops recording. Collective.
@@ -151,6 +171,7 @@ class Trace(BatchObserver):
                 far.
         """
         self._recording = False
+        # By rank, the records in the time of rank 0's clock.
         shifted = {
             str(rank): [
                 (name, start - self._offset, end - self._offset, *more)
@@ -159,10 +180,11 @@ class Trace(BatchObserver):
             for rank, records in self._records.items()
         }
         limited = self._queue.limited_seconds() if self._queue else 0.0
+        # Where this process's time went, besides the operations: see ``_overheads``.
         overhead = {
             **({} if self._progress is None else self._progress.wall_time.between),
-            "limited": limited - self._stopped_before[0],
-            "stolen": systems.stolen_seconds() - self._stopped_before[1],
+            "limited": limited - self._limited_before,
+            "stolen": systems.stolen_seconds() - self._stolen_before,
         }
         gathered = self._group.all_gather([shifted, overhead])
         self._count += 1
@@ -174,6 +196,7 @@ class Trace(BatchObserver):
                 for rank, records in records_of.items()
                 for fields in records
             ]
+            # Each event also says how many actions before it in the schedule began later.
             self._steps.append(with_early(step, self._schedule.actions))
             of_ranks = [each for _, each in gathered]
             means = {name: fmean(each[name] for each in of_ranks) for name in overhead}
@@ -242,7 +265,11 @@ class Trace(BatchObserver):
         )
 
     def _draw(self, pictures: Mapping[str, list[Any]]) -> bool:
-        """Draws pictures, by file name, in the folder; returns whether matplotlib is there."""
+        """Draws pictures into the folder; returns whether matplotlib is installed, which it needs.
+
+        Args:
+            pictures: The panels of each picture, by the name of its file.
+        """
         try:
             for name, panels in pictures.items():
                 extra("pictures.picture").draw(panels, self._folder / name)
@@ -300,6 +327,9 @@ def _describe_machine(group: Group, ranks: int) -> dict[str, object]:
     Args:
         group: All processes of the pipeline.
         ranks: How many ranks this process plays.
+
+    Returns:
+        ``{"ranks": [..], "processors": [..]}``, with a number for each host.
     """
     ranks_of: defaultdict[str, int] = defaultdict(int)
     processors_of: defaultdict[str, set[int]] = defaultdict(set)
@@ -311,10 +341,11 @@ def _describe_machine(group: Group, ranks: int) -> dict[str, object]:
 
 
 def _compare_clocks(group: Group) -> tuple[float, float]:
-    """Returns the offset of this rank's clock to rank 0's, and the largest error of that offset.
+    """Returns the offset of this rank's clock to rank 0's, and the largest error of any offset.
 
-    Collective. The ranks of one host share a clock. Between hosts, several messages go back and
-    forth, and the middle of the fastest round trip is taken for the same moment.
+    Both are in seconds; the error is the same on all ranks. Collective. The ranks of one host share
+    a clock. Between hosts, several messages go back and forth, and the middle of the fastest round
+    trip is taken for the same moment.
     """
     hosts = group.all_gather(host_name())
     if len(set(hosts)) == 1:
