@@ -18,15 +18,16 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.transport import MessageKey, Transport
 
 Result = TypeVar("Result")
+#: The key of the messages by which ranks send parts of a checkpoint to rank 0.
 _PART = MessageKey("H", 0, 0, "part of a checkpoint", 0)
 
 
 class Part(NamedTuple):
-    """A coordinate of a rank.
+    """One of the coordinates of a rank: the number of its shard, replica or group of stages.
 
     Attributes:
-        number: The number of the rank's shard, replica or group of stages, from 0.
-        total: How many of them there are.
+        number: The number, from 0.
+        total: How many shards, replicas or groups of stages there are.
     """
 
     number: int = 0
@@ -36,13 +37,14 @@ class Part(NamedTuple):
 class RankCoordinates(NamedTuple):
     """The coordinates of a rank: which part of the model and of the data it has.
 
-    ``state.json`` stores that of each rank that saved. Under another layout a rank restores the
-    state of the saved rank with the most equal coordinates; earlier fields weigh more.
+    ``state.json`` stores the coordinates of each rank that saved. In a job with other degrees, a
+    rank restores the state of the saved rank with the most equal coordinates; earlier fields weigh
+    more.
 
     Attributes:
-        shard: The number of the rank's tensor-parallel shard.
-        replica: The number of its replica.
-        stages: The number of its rank in the pipeline, which decides its stages.
+        shard: The rank's tensor-parallel shard.
+        replica: Its copy of the parameters: along dp, sharding, sep and cp.
+        stages: Its rank in the pipeline, which decides the stages that it has.
     """
 
     shard: Part = Part()
@@ -107,7 +109,10 @@ class Ranks:
 
     @property
     def coordinates(self) -> RankCoordinates:
-        """The coordinates of this rank."""
+        """The coordinates of this rank in the job, by shard, replica and stages.
+
+        The only process of a job, or a process without a job, has number 0 of 1 in each.
+        """
         job = self.job
         if job is None or job.local:
             return RankCoordinates()
@@ -123,7 +128,8 @@ class Ranks:
 
         Args:
             activity: A phrase for messages that says what the ranks do, as ``saving step 3``.
-            act: Returns texts, numbers, None, or lists and dicts of these.
+            act: What this rank does. It returns a text, a number, None, or lists and dicts of
+                these, which all ranks get.
 
         Raises:
             CheckpointError: ``act`` failed on a rank; every rank raises the same.
@@ -137,7 +143,7 @@ class Ranks:
             self.job.healing.hinder("the script saves or restores within its step")
         guard = nullcontext() if self.job is None else self.job.guarded(lambda: activity)
         if self.job is not None:
-            # Without the arguments, since paths may differ between ranks.
+            # Ranks compare the first word alone: paths in the rest may differ between them.
             self.job.call(f"is {activity}", kind=activity.partition(" ")[0])
         value: Result | None = None
         cause: Exception | None = None

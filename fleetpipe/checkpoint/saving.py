@@ -74,17 +74,18 @@ class Saving:
 
 
 def current_script() -> dict[str, str]:
-    """Returns the name of the running script, and a digest of its arguments at the first call.
+    """Returns which script this process runs: ``"name"`` of the file and digest of ``"arguments"``.
 
-    The dict is empty if no script was started: in a notebook, under ``-c``, in a worker of another
-    program, as Ray's.
+    The digest is of the command-line arguments when this function was first called; a script may
+    change ``sys.argv`` later. The dict is empty if no script was started: in a notebook, under
+    ``-c``, or in a worker of another program, such as Ray's.
     """
     return dict(_script_of(sys.modules["__main__"]))
 
 
 @functools.cache
 def _script_of(_main: ModuleType) -> dict[str, str]:
-    """Returns the result of :func:`current_script` for the main module of this process."""
+    """Returns the result of :func:`current_script`; computed once for each main module."""
     file, *arguments = sys.argv or [""]
     path = Path(file).absolute()
     if path.suffix != ".py" or not path.is_file() or Path(sys.prefix) in path.parents:
@@ -167,10 +168,13 @@ class Saver:
             in_background: Whether a thread writes, from copies of the tensors.
         """
         self._retention = retention
+        #: The folder of the run, and its key in ``_unsettled``.
         self._run_directory, self._key = retention.run_directory, retention.run_directory.resolve()
         self._in_background = in_background
+        #: The last plan, by the job and a digest of each rank's tensors.
         self._plans: dict[tuple[Job | str | None, ...], _Prepared] = {}
         self._snapshot = Snapshot()
+        # Called here, before the script may change its arguments.
         current_script()
         #: Whether the drafts of earlier attempts were removed.
         self._cleaned = False
@@ -193,8 +197,8 @@ class Saver:
             ranks: The ranks of the job.
             step: The number of the step.
             objects: The objects to save.
-            metrics: Numbers by name.
-            extra: Values of JSON by name.
+            metrics: Numbers by name, which the manifest stores.
+            extra: Values of JSON by name, which ``state.json`` stores.
 
         Returns:
             The handle of the save.
@@ -214,7 +218,7 @@ class Saver:
         local = _with_replica_statistics(ranks, activity, of_rank)
 
         def facts() -> dict[str, Json]:
-            """Returns what this rank tells the others, after a check of its model."""
+            """Checks this rank's model, and returns the result of ``_facts_for_ranks``."""
             model.require_no_added_parameters()
             state = objects.training_state(model).collect()
             if objects.state is not None:
@@ -292,12 +296,12 @@ class Saver:
             self.owner.release()
 
     def begin_anew(self) -> int:
-        """Waits for this rank's part of an unsettled save, then forgets it and all plans.
+        """Waits until this rank has written an unsettled save, then forgets the save and all plans.
 
-        It is for a job of which a rank was replaced by a new process. Not collective.
+        Called in a job of which a rank was replaced by a new process. Not collective.
 
         Returns:
-            The step of that save; 0 for none.
+            The step of the save; 0 if none was unsettled.
         """
         self.finish()
         lost = _unsettled.pop(self._key, None)
@@ -327,6 +331,11 @@ class Saver:
             step: The number of the step.
             described: A text for the tensors of this rank; if it changes, the plan is made anew.
             state: The state of this rank beside its tensors.
+
+        Returns:
+            The ``step``; the ``digest`` of ``described``; the ``state`` as text; as ``place`` the
+            coordinates of this rank; on rank 0 the name of the ``draft``, elsewhere ""; as
+            ``script`` the result of :func:`current_script`.
         """
         return {
             "step": step,
@@ -357,7 +366,7 @@ class Saver:
         model: NamedTensors,
         optimizer: str | None,
     ) -> _Prepared:
-        """Returns the plan of a save, which is made again when a rank has other tensors.
+        """Returns the plan of a save: that of the last save, unless a rank has other tensors.
 
         Collective over ``ranks`` if the plan is made again.
 
@@ -445,8 +454,8 @@ def _with_replica_statistics(
     """Returns this rank's tensors, and those of its replica's running statistics that differ.
 
     Each replica has the running statistics of its own part of the data. Those of the first replica
-    belong to the model; those of another that differ have names of a group of their own, as
-    ``1/model/3._mean``. Collective if there are replicas.
+    are saved as the model's. If those of another replica differ, they are saved too, in a group of
+    their own: ``1/model/3._mean`` is that of replica 1. Collective if there are replicas.
 
     Args:
         ranks: The ranks of the job.
@@ -473,11 +482,13 @@ def _with_replica_statistics(
         for of_shard, of_replica, rows in everyone
         for group, name, checksum in rows
     }
+    # The statistics that differ from those of the first replica, for the same shard.
     differing = {
         (of_replica, name)
         for (of_replica, of_shard, name), checksum in checksums.items()
         if checksum != checksums.get((0, of_shard, name), checksum)
     }
+    # The checksums of each statistic on all ranks.
     distinct: dict[TensorName, set[int]] = {}
     for (*_, name), checksum in checksums.items():
         distinct.setdefault(name, set()).add(checksum)

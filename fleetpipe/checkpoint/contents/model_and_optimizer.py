@@ -1,5 +1,8 @@
 """Defines which tensors of a model and of an optimizer a checkpoint has, and their names.
 
+Start with :class:`NamedTensors` and :class:`OptimizerState`, which a save and a restore use as
+:class:`SavedPart` says. A plain model is a model as a user wrote it, from which a list of layers
+was made; its names of tensors are the plain names.
 The model consists of Paddle's layers, or is a static program. The state of an optimizer is the
 accumulators and master weights of parameters. Paddle numbers an accumulator's name when it creates
 it; a checkpoint names it after its parameter, ``3.weight/moment1_0``, as PaddleNLP does.
@@ -45,6 +48,7 @@ from fleetpipe.paddle_api.tensor import has_memory, is_parameter
 
 _log = log.logger(__name__)
 
+#: The end of an accumulator's name in a checkpoint.
 _ACCUMULATOR_SUFFIX = "_0"
 #: The packages of optimizers whose state is known.
 _PADDLES = {"paddle", "paddlenlp", "paddleformers"}
@@ -54,10 +58,10 @@ class NamedTensors(SavedPart):
     """The tensors of a model that this process has, under fully qualified names.
 
     Args:
-        parts: The tensors.
+        parts: The tensors of this process, and the names and shapes of the whole model's.
 
     Attributes:
-        plain_names: See :class:`ModelParts`.
+        plain_names: The fully qualified name of each plain name; empty without a plain model.
     """
 
     def __init__(self, parts: ModelParts) -> None:
@@ -80,9 +84,9 @@ class NamedTensors(SavedPart):
 
     @classmethod
     def of_layer(cls, layer: Layer) -> NamedTensors:
-        """Describes a model of which this process has all tensors, by the model's own names.
+        """Returns the tensors of a model that is whole in this process, by the model's own names.
 
-        A tensor with several names is described under the first.
+        A tensor with several names is under the first of them.
         """
         state = layer.state_dict()
         names: dict[int, str] = {}
@@ -100,7 +104,7 @@ class NamedTensors(SavedPart):
         return cls(ModelParts(tensors, shapes, buffers, root=layer))
 
     def checkpoint_part(self) -> ModelParts:
-        """Returns the tensors that this process has."""
+        """Returns the tensors of this process, and the names and shapes of the whole model's."""
         return self._parts
 
     def order(self) -> tuple[str, ...]:
@@ -127,7 +131,7 @@ class NamedTensors(SavedPart):
             )
 
     def parameters(self) -> Mapping[str, LocalTensor]:
-        """Returns this process's parameters by fully qualified name."""
+        """Returns this process's parameters by fully qualified name; those of its losses too."""
         tensors = {**self._parts.tensors, **(self._loss if self._parts.owns_loss else {})}
         return {name: local for name, local in tensors.items() if _is_parameter(local.tensor)}
 
@@ -147,7 +151,10 @@ class NamedTensors(SavedPart):
         return name if local is None else whole_name(name, local.tensor)
 
     def _targets(self, saved: Saved) -> Iterator[tuple[TensorName, LocalTensor]]:
-        """Yields the tensors to fill: of the model, its buffers, and its loss."""
+        """Yields the tensors to fill from a checkpoint, each after its name there.
+
+        They are those of the model, of its buffers and of its loss functions.
+        """
         names, late = self.saved_names(saved), self._late_targets(saved)
         for path, local in self._parts.tensors.items():
             name = TensorName(MODEL, names[self.whole_name(path)])
@@ -159,7 +166,10 @@ class NamedTensors(SavedPart):
         yield from self._targets_of_loss(saved)
 
     def _targets_of_loss(self, saved: Saved) -> Iterator[tuple[TensorName, LocalTensor]]:
-        """Yields the tensors of the loss functions to fill, those of buffers not yet made too."""
+        """Yields the loss functions' tensors to fill, each after its name in the checkpoint.
+
+        Buffers of theirs that only the checkpoint has are made.
+        """
         names = {name: described for name, described in saved.tensors.items() if name.group == LOSS}
         for name, described in names.items():
             local = self._loss.get(name.name) or self._make_buffer(
@@ -173,7 +183,10 @@ class NamedTensors(SavedPart):
             log.once(_log.info, f"the checkpoint has no {listed(missing)}: {begins}")
 
     def _late_targets(self, saved: Saved) -> dict[TensorName, LocalTensor]:
-        """Returns tensors to fill for buffers that the first forward would create or resize."""
+        """Returns tensors to fill for buffers that the first forward would create or resize.
+
+        They are by their names in the checkpoint.
+        """
         targets: dict[TensorName, LocalTensor] = {}
         for name, described in saved.tensors.items():
             late = name.group == LATE_BUFFERS
@@ -253,8 +266,10 @@ class OptimizerState(SavedPart):
 
     def __init__(self, optimizer: Optimizer, model: NamedTensors) -> None:
         self._optimizer = unwrap(optimizer)
+        #: Says of which parameters this process has the state; None if it has that of all.
         self._owned_by = optimizer if isinstance(optimizer, SavedOptimizer) else None
         self._model = model
+        #: The parameters whose state was created to be filled, and those without saved state.
         self._created: list[Tensor] = []
         self._unsaved: list[Tensor] = []
         self.kind = type(self._optimizer).__name__
@@ -291,10 +306,10 @@ class OptimizerState(SavedPart):
             forget_state(self._optimizer, parameter)
 
     def _parameters(self) -> Iterator[tuple[str, Any]]:
-        """Yields the name of each parameter whose state this process has, and the parameter.
+        """Yields the name and the location of each parameter whose state this process has.
 
-        The latter is the number of its group in the optimizer and its tensor; only the other
-        private methods use it.
+        The location is the argument ``parameter`` of the methods below: here a pair of the number
+        of the parameter's group in the optimizer and the parameter, a :class:`LocalTensor`.
         """
         named = {
             id(local.tensor): (name, local) for name, local in self._model.parameters().items()
@@ -307,7 +322,7 @@ class OptimizerState(SavedPart):
                     yield path, (group, local)
 
     def _mark_without_state(self, parameter: Any, name: str) -> None:
-        """Notes that a parameter, ``name`` in the checkpoint, has no state there."""
+        """Records that the checkpoint has no state of a parameter, whose name there is ``name``."""
         _, local = parameter
         self._unsaved.append(local.tensor)
 
@@ -319,9 +334,9 @@ class OptimizerState(SavedPart):
             create_state(self._optimizer, group, [local.tensor])
 
     def _state_tensors(self, parameter: Any, path: str) -> Iterator[tuple[TensorName, LocalTensor]]:
-        """Yields the tensors of a parameter's state, with their names in the checkpoint.
+        """Yields the tensors of a parameter's state, each after its name in the checkpoint.
 
-        ``path`` is the name of the parameter there.
+        ``path`` is the name of the parameter in the checkpoint.
         """
         _, local = parameter
         for kind, tensor in state_of(self._optimizer, local.tensor.name).items():
@@ -479,6 +494,7 @@ class ProgramOptimizer(OptimizerState):
 
     def __init__(self, program: ProgramSource, model: ProgramState) -> None:
         super().__init__(program.minimized_by, model)
+        #: By parameter name, its accumulators by kind, and its master weight or None.
         self._by_parameter = program.optimizer_state()
 
     def _parameters(self) -> Iterator[tuple[str, Any]]:
@@ -499,7 +515,7 @@ class ProgramOptimizer(OptimizerState):
         """Does nothing: the startup program has allocated the variables."""
 
     def _state_tensors(self, parameter: Any, path: str) -> Iterator[tuple[TensorName, LocalTensor]]:
-        """Yields the variables of a parameter, with their names in the checkpoint."""
+        """Yields the variables of a parameter's state, each after its name in the checkpoint."""
         accumulators, master = parameter
         for kind, local in accumulators.items():
             yield state_name(path, kind), local
@@ -508,6 +524,6 @@ class ProgramOptimizer(OptimizerState):
 
 
 def _shown_names(names: Sequence[str], whose: str) -> str:
-    """Returns a text of up to six names and of ``whose`` names they are, for an error."""
+    """Returns up to six names for an error, followed by ``whose``, as "of the program"."""
     shown = ", ".join(names[:6]) + (", .." if len(names) > 6 else "")
     return f"{shown} {whose}" if names else f"nothing {whose}"
