@@ -332,8 +332,8 @@ class Flow:
             return outcome
         for axis in _SHARDED_AXES:
             members = self._step.members(rank.rank, (axis,), self._step.ranks)
-            held = [self._step.ranks[n].tensors.get(key) for n in members]
-            tensors = [t for t in held if t is not None]
+            by_member = [self._step.ranks[n].tensors.get(key) for n in members]
+            tensors = [t for t in by_member if t is not None]
             if len(tensors) > 1 and len({t.shape for t in tensors}) == 1:
                 total = np.sum([t.astype("float64") for t in tensors], axis=0)
                 pairs = self._tensor_pairs(rank, key, total, full_tensors)
@@ -363,8 +363,9 @@ class Flow:
             size: The number of elements of its tensor.
         """
         calls = max(self._calls[key.name, key.role], 1)
-        here = self._calls_of_ranks[rank.rank][key.name, key.role, key.micro_batch]
-        numbers = [key.call] if here in (0, calls) else range(calls)
+        calls_here = self._calls_of_ranks[rank.rank][key.name, key.role, key.micro_batch]
+        # A rank that makes only some of the twin's calls does not show which.
+        numbers = [key.call] if calls_here in (0, calls) else range(calls)
         rows = self.twin_rows_of(rank, key.micro_batch)
         if (
             key.name
@@ -378,9 +379,13 @@ class Flow:
         return list(itertools.chain.from_iterable(full_tensors))
 
     def _twin_key(self, key: TensorKey, call: int) -> TensorKey:
-        """Returns the key of the twin's tensor in a call of the layer.
+        """Returns the key, in any batch, of the twin's tensor for a tensor of a rank.
 
         An input may be recorded as another layer's output.
+
+        Args:
+            key: The key of the rank's tensor.
+            call: The call of the layer on the twin.
         """
         twin_key = in_any_batch(key._replace(call=call))
         sources = self._inputs.get((key.name, call), [])
@@ -401,7 +406,11 @@ class Flow:
     # The cause
 
     def describe(self, wrong: list[Outcome]) -> Location:
-        """Describes where and why a tensor is wrong, from its outcomes on all ranks."""
+        """Describes where and why a tensor is wrong.
+
+        Args:
+            wrong: The outcomes of the tensor on all ranks that have it.
+        """
         step, bad = self._step, [outcome for outcome in wrong if not outcome.right]
         key, ranks = bad[0].key, [outcome.rank.rank for outcome in bad]
         partial = next((outcome.partial for outcome in bad if outcome.partial), "")
@@ -420,7 +429,13 @@ class Flow:
         return step.location(layer, key.phase, ranks, cause, axis, *measured)
 
     def _blame_for_value(self, key: TensorKey, partial: str, axis: str) -> tuple[str, str]:
-        """Returns the layer to blame for a wrong value in forward, and the cause."""
+        """Returns the layer to blame for a wrong value in forward, and the cause in a sentence.
+
+        Args:
+            key: The key of the value.
+            partial: The axis along which the ranks' values sum to the twin's; "" if they do not.
+            axis: The axis along which ranks are wrong; "" if unknown.
+        """
         layer = key.name
         if key.role.startswith("input") and "." in layer:
             # The layer around computes an input that is no layer's output.
@@ -433,8 +448,14 @@ class Flow:
         return layer, f"this layer computes something else{along}"
 
     def _blame_for_gradient(self, outcome: Outcome, partial: str) -> tuple[str, str]:
-        """Returns the layer to blame for a wrong gradient of an output, and the cause."""
+        """Returns the layer to blame for a wrong gradient of an output, and the cause.
+
+        Args:
+            outcome: The comparison of the gradient on a rank.
+            partial: The axis along which the ranks' gradients sum to the twin's; "" if they do not.
+        """
         key = outcome.key
+        # The outermost layer first; the innermost gives its input the gradient.
         users = sorted(self._layers_using(key), key=lambda name: name.count("."))
         layer = users[-1] if users else key.name
         if partial:
@@ -450,6 +471,13 @@ class Flow:
         """Finds a skip connection ``x + f(x)`` of which one summand gives no gradient back.
 
         Without a fault ``x`` gets the gradient of the sum unchanged, plus the one through ``f``.
+
+        Args:
+            outcome: The comparison of the gradient of ``x`` on a rank.
+            users: The layers that take ``x``.
+
+        Returns:
+            The layer whose output is the sum, and the cause; None without such a connection.
         """
         rank, key, tensor = outcome.rank, outcome.key, outcome.rank.tensors[outcome.key]
         full_tensors = self._twin_tensors(rank, key, tensor.size)
@@ -481,7 +509,11 @@ class Flow:
         return list(users)
 
     def first_layer_without_input_gradient(self) -> str:
-        """Returns the outermost layer that gives its inputs no gradient; "" if none."""
+        """Returns the outermost layer that gives its inputs no gradient; "" if none.
+
+        Of several it is the first in the order of the twin's backward.
+        """
+        # By layer and role, the outputs that have a gradient on no rank.
         number, lost = self._step.number, set[tuple[str, str]]()
         for rank in self._step.job.ranks:
             lost.update((k.name, k.role) for k in rank.in_phase(number, "forward"))

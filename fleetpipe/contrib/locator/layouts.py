@@ -30,7 +30,8 @@ _AXES_OF_A_DIMENSION = (
     *(("mp",), ("sep",), ("cp",), ("ep",), ("sharding",), ("dp",)),
     *(("sep", "mp"), ("cp", "mp"), ("cp", "sep"), ("sep", "cp"), ("cp", "sep", "mp")),
 )
-#: How many matrices may be fused into one: q, k and v; gate and up; four gates. Each is split.
+#: How many matrices may be fused into one: one; q, k and v; gate and up; four gates. Each of them
+#: is split by itself.
 _FUSED = (1, 3, 2, 4)
 
 
@@ -139,7 +140,7 @@ def bytes_of_rows(rank: RankTensors, step: int) -> dict[int, list[bytes]]:
 
 
 def is_sample(label: np.ndarray, key: TensorKey, twin: RankTensors) -> bool:
-    """Whether a rank's label belongs to a sample of the twin's, or consists of integers.
+    """Returns whether a rank's label belongs to a sample of the twin's, or consists of integers.
 
     Other labels, such as weights or scaled targets, may be computed: they are not compared, only
     their loss is.
@@ -209,16 +210,17 @@ class DimensionCut(NamedTuple):
         self, size: int, coordinate: Mapping[str, int], degrees: Mapping[str, int]
     ) -> np.ndarray:
         """Returns which of the ``size`` indices of the dimension a rank has."""
-        axes, here = self.axes, np.arange(size)
+        axes, indices = self.axes, np.arange(size)
         if self.zigzag:
             ranks, number = degrees[axes[0]], coordinate.get(axes[0], 0)
-            pieces = here.reshape(2 * ranks, -1)
-            here, axes = pieces[[number, 2 * ranks - 1 - number]].reshape(-1), axes[1:]
+            pieces = indices.reshape(2 * ranks, -1)
+            indices, axes = pieces[[number, 2 * ranks - 1 - number]].reshape(-1), axes[1:]
+        # The rank's number among those along all (other) axes, and how many these are.
         rank, ranks = 0, 1
         for axis in axes:
             rank = rank * degrees[axis] + coordinate.get(axis, 0)
             ranks *= degrees[axis]
-        return here.reshape(self.parts, ranks, -1)[:, rank].reshape(-1)
+        return indices.reshape(self.parts, ranks, -1)[:, rank].reshape(-1)
 
 
 #: How a tensor is split, dimension by dimension; () if each rank has the full tensor.
@@ -314,11 +316,13 @@ class FullTensors:
     """Joins the parameters, gradients, masks and samples of a job's ranks to full tensors."""
 
     def __init__(self, job: Record) -> None:
+        """Takes the tensors of the job's ranks."""
         self._job = job
         #: By name, the layout of a parameter once its values have shown it.
         self._layouts: dict[str, Layout] = {}
         #: By step, the results of :meth:`_sources`.
         self._sources_of: dict[int, dict[bytes, tuple[int, int, list[bytes]]]] = {}
+        #: By position in the job's ranks and by step, the rank's parameters by name.
         self._values = [self._parameters_by_step(rank) for rank in job.ranks]
 
     def _parameters_by_step(self, rank: RankTensors) -> list[dict[str, np.ndarray]]:
@@ -398,7 +402,13 @@ class FullTensors:
     ) -> Layout | None:
         """Returns the layout under which ranks' parts are nearest to the twin's tensor.
 
-        If several layouts are as near, it is the likeliest; None if no layout has such shapes.
+        Args:
+            name: The parameter.
+            parts: By rank, its shard; None if it has none.
+            like: The twin's tensor.
+
+        Returns:
+            If several layouts are as near, the likeliest; None if no layout has such shapes.
         """
         if name not in self._layouts:
             apart = self._gaps_by_layout(parts, like)
@@ -414,9 +424,15 @@ class FullTensors:
     def _gaps_by_layout(
         self, parts: Sequence[np.ndarray | None], like: np.ndarray
     ) -> dict[Layout, float]:
-        """Returns by possible layout the difference between the ranks' parts and a full tensor.
+        """Returns by possible layout how far the ranks' parts are from the shards of a full tensor.
 
-        It is the sum of the ranks' relative differences.
+        Args:
+            parts: By rank, its shard; None if it has none.
+            like: The full tensor.
+
+        Returns:
+            The sum of the ranks' relative differences; empty if no rank has a part, or no layout
+            has such shapes.
         """
         shards = [(rank, part) for rank, part in zip(self._job.ranks, parts) if part is not None]
         if not shards:
@@ -482,7 +498,7 @@ class FullTensors:
         return None
 
     def _sources(self, step: int) -> dict[bytes, tuple[int, int, list[bytes]]]:
-        """Returns by a sample's bytes its replica, its micro-batch and all samples of that."""
+        """Returns by a sample's bytes its replica, its micro-batch, and the latter's samples."""
         if step not in self._sources_of:
             self._sources_of[step] = {
                 sample: (self._job.replica(rank), number, rows)
@@ -532,7 +548,9 @@ class FullTensors:
     def _has_successive_pieces(
         self, key: TensorKey, replica: int, role: str, full: np.ndarray
     ) -> bool:
-        """Whether a replica's ranks have successive pieces of a sample, and certainly no zigzag.
+        """Returns whether a replica's ranks certainly have successive pieces of a sample.
+
+        In a zigzag a rank has a piece from the front and one from the back instead.
 
         Args:
             key: A key of the micro-batch.

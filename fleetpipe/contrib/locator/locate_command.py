@@ -1,6 +1,8 @@
 """``fleetpipe locate``: runs a job and its twin, and prints the first place that differs.
 
-``run`` is the command, ``first_difference`` compares two records step by step, and ``_Comparison``
+The twin is the same script on one device. It runs twice: the second, perturbed run, with each
+number changed by at most one unit in the last place, shows how large rounding becomes. ``run`` is
+the command, ``first_difference`` compares two records step by step, and ``_Comparison``
 compares the phases of one step in their order.
 """
 
@@ -35,7 +37,7 @@ from fleetpipe.launch import script, streams
 from fleetpipe.launch.script import command_folder
 from fleetpipe.mesh.axes import STREAMS
 
-#: By micro-batch the loss that backward begins from.
+#: By micro-batch, the loss from which backward begins: its share of the batch's loss.
 Losses = dict[int, float]
 
 #: The folders in a record: of the job, its twin, and the twin changed in the last place.
@@ -61,7 +63,10 @@ def first_difference(job: Record, twin: Record, perturbed: Record | None = None)
 
 
 class _Comparison:
-    """Compares one step of a job with the twin's; each ``_check_`` method returns a difference."""
+    """Compares one step of a job with the twin's, one phase of the step after another.
+
+    Each ``_check_`` method returns the first difference of its phase, or None.
+    """
 
     def __init__(self, step: StepBesideTwin, samples: SampleMatch) -> None:
         """Prepares the comparison.
@@ -140,6 +145,8 @@ class _Comparison:
     def _check_random_streams(self) -> Location | None:
         """Finds two ranks whose dropouts drew the same mask for different values."""
         step = self._step
+        # By the key of a mask, the ranks that drew one, and its bytes. A small mask, or one that
+        # drops nothing, may be the same by chance.
         seen: dict[TensorKey, list[tuple[RankTensors, bytes]]] = defaultdict(list)
         for rank in step.job.ranks:
             for key, mask in rank.in_phase(step.number, "forward").items():
@@ -152,6 +159,7 @@ class _Comparison:
                     continue
                 x, y = (rank.tensors.get(key._replace(role=DROPPED)) for rank in (first, second))
                 equal = x is None or y is None or gap(x, y) <= 1e-3
+                # Ranks that share a sample drop the same values alike, and shards differently.
                 if axis in ("mp", "sep", "cp") and equal:
                     continue
                 ranks, cause = [first.rank, second.rank], STREAMS.format(axis)
@@ -160,7 +168,10 @@ class _Comparison:
         return None
 
     def _check_losses(self) -> Location | None:
-        """Compares the losses from which backward begins."""
+        """Compares the losses from which backward begins.
+
+        Their sum may differ from the twin's by one of the factors ``scales`` of the step.
+        """
         step, flow = self._step, self._flow
         shares, expected = self._losses_by_coordinate(), _losses_of_rank(step.twin, step.number)
         if not shares or not expected:
@@ -171,6 +182,7 @@ class _Comparison:
         if off <= tolerance or self._adds_up_along_mp(ratio, _sum_losses([expected]), tolerance):
             return None
         if flow.waiting is not None:
+            # The last tensors before the loss only add up to the twin's: no rank has summed them.
             return flow.describe(flow.waiting)
         count = len(next(iter(shares.values())))
         cause = locator.of_loss(ratio, tolerance, step.scales, count, flow.rows, step.degrees)
@@ -192,13 +204,20 @@ class _Comparison:
         return step.location("", "loss", bad, cause, axis, first, off, tolerance)
 
     def _distance_to_scale(self, ratio: float) -> float:
-        """Returns the relative distance of a ratio of losses to the nearest that is no fault."""
+        """Returns the relative distance of a ratio of losses to the nearest of ``scales``.
+
+        A loss may be larger than the twin's by each of these factors without a fault.
+        """
         return min(abs(ratio / scale - 1) for scale in self._step.scales)
 
     def _losses_by_coordinate(self, *more: str) -> dict[tuple[int, ...], Losses]:
         """Returns the losses of one rank for each coordinate on the axes that split data.
 
-        With ``more``, for each coordinate on these axes too.
+        Args:
+            more: Further axes: one rank for each coordinate on all of these.
+
+        Returns:
+            The losses by the rank's coordinates on dp, sharding, sep, cp, ep and ``more``.
         """
         losses: dict[tuple[int, ...], Losses] = {}
         for rank in self._step.job.ranks:
@@ -209,7 +228,7 @@ class _Comparison:
         return losses
 
     def _adds_up_along_mp(self, ratio: float, expected: float, tolerance: float) -> bool:
-        """Whether the ranks along mp have losses of different tokens, which sum to the twin's.
+        """Returns whether ranks along mp have losses of different tokens, which sum to the twin's.
 
         Args:
             ratio: The losses of one rank along mp, divided by the twin's.
@@ -218,7 +237,7 @@ class _Comparison:
         """
         members = self._step.degrees.get("mp", 1)
         total = _sum_losses(self._losses_by_coordinate("mp").values()) / (expected or 1.0)
-        if abs(total - members * ratio) <= tolerance * abs(total):
+        if abs(total - members * ratio) <= tolerance * abs(total):  # all have the same loss
             return False
         return min(self._distance_to_scale(total / n) for n in (1, members)) <= tolerance
 
@@ -239,6 +258,7 @@ class _Comparison:
         """Finds the first wrong gradient of a layer's output, or of a parameter, in backward."""
         flow = self._flow
         outcomes = (o for o in flow.outcomes("gradient") if o.key.role.startswith("output"))
+        # The first wrong gradient of an output, and of a parameter with its position in backward.
         wrong = flow.first_wrong(outcomes, backward=True)
         first = self._parameters.find_gradient()
         if wrong is None and first is not None:
@@ -373,18 +393,21 @@ def _read_earlier_twins(folder: Path) -> tuple[record.Record, record.Record]:
 def _find_wrong_cut(
     job: record.Record, twin: record.Record, finding: Location | None
 ) -> Location | None:
-    """Returns a finding; without one, a weight whose shards are cut in another way than the twin's.
+    """Finds a weight whose shards are cut in another way than expected, if nothing else differs.
 
     Args:
         job: The tensors of the job's ranks.
         twin: The tensors of one device.
         finding: The first difference that was found; None if there is none.
 
+    Returns:
+        ``finding`` if there is one; else the difference of the weight; None without such a weight.
+
     Raises:
         UsageError: The finding is in a layer whose weight the ranks have drawn by themselves.
     """
-    drawn = twin.ranks[0].by_name(0, "initial")
-    for name, moved in FullTensors(job).unclear_layouts(drawn).items():
+    initial = twin.ranks[0].by_name(0, "initial")
+    for name, moved in FullTensors(job).unclear_layouts(initial).items():
         layer = name.rpartition(".")[0]
         if finding is None and moved:
             ranks, cause = [rank.rank for rank in job.ranks], f"{name}: {CUT}"
@@ -457,31 +480,35 @@ def locate(
 def _run_recorded(options: argparse.Namespace, setting: Setting) -> None:
     """Runs the script in processes that record it, as a job or as a twin, to its end.
 
+    Args:
+        options: The arguments of the command.
+        setting: What the processes record; with the folder of a job they run its twin.
+
     Raises:
-        UsageError: It fails, or takes too long.
+        UsageError: The script fails, or takes too long.
     """
-    alone = bool(setting.job)  # a twin
+    is_twin = bool(setting.job)
     record_setting = {SETTING: json.dumps(setting._asdict())}
     environment = {**streams.environment(options.log_level), **record_setting}
     words = script.script_words(options)
-    if alone:
+    if is_twin:
         environment = {k: v for k, v in environment.items() if not k.startswith("PADDLE_TRAINER")}
         environment.update(pair.split("=", 1) for pair in options.twin or ())
         words += shlex.split(options.twin_arguments or "")
-    count = 1 if alone else options.nproc
+    count = 1 if is_twin else options.nproc
     command = [sys.executable, str(script.LAUNCHED), "locate", "--nproc", str(count)]
     command += ["--log-dir", options.log_dir, "--log-level", options.log_level, *words]
-    quiet = alone or options.json
+    quiet = is_twin or options.json
     process = subprocess.Popen(command, env=environment, stdout=sys.stderr if quiet else None)
     failure = _await_end(process, Path(setting.folder), options.timeout)
     if failure:
         raise UsageError(
-            f"the {'twin' if alone else 'job'} failed before it had {setting.steps} steps",
+            f"the {'twin' if is_twin else 'job'} failed before it had {setting.steps} steps",
             where=str(options.script),
             got=failure,
-            cause="at degrees 1 the script needs other options" if alone else None,
+            cause="at degrees 1 the script needs other options" if is_twin else None,
             fix="say how it runs at degrees 1: --twin NAME=VALUE, or --twin-arguments '--pp 1'"
-            if alone
+            if is_twin
             else "make the script run first: fleetpipe run",
         )
 
@@ -497,7 +524,7 @@ def _await_end(process: subprocess.Popen[bytes], folder: Path, limit: float) -> 
     Returns:
         The failure in words; "" without one.
     """
-    steps = -1
+    steps = -1  # the files of finished steps
     while steps != (steps := sum(1 for _ in folder.iterdir())):
         with suppress(subprocess.TimeoutExpired):
             code = process.wait(limit)

@@ -1,4 +1,7 @@
-"""``fleetpipe locate``: its arguments, and the settings that it passes to its processes."""
+"""``fleetpipe locate``: its arguments, and the settings that it passes to its processes.
+
+These run a script as a job, on its ranks, or as the job's twin: the same script on one device.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,9 @@ class Setting(NamedTuple):
         folder: The folder of the record.
         steps: The number of steps.
         job: For a twin: the folder of the job whose values it uses; "" for the job itself.
-        perturbed: Whether each number is changed in the last place.
-        automatic: Whether ``fleet.init`` sets all degrees to 1; else the user's options do.
+        perturbed: For a twin: whether its numbers are changed by a unit in the last place.
+        automatic: For a twin: whether ``fleet.init`` sets all degrees to 1; else the user's options
+            do.
     """
 
     folder: str
@@ -34,7 +38,11 @@ class Setting(NamedTuple):
 
 
 def assignment(text: str) -> str:
-    """Reads ``NAME=VALUE``; the value may be empty."""
+    """Returns an argument ``NAME=VALUE`` as it is, whose value may be empty.
+
+    Raises:
+        argparse.ArgumentTypeError: The text has another form.
+    """
     name, equals, _ = text.partition("=")
     if not (equals and name.isidentifier()):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE: give DEGREES= or PP=1")

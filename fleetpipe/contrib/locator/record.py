@@ -1,4 +1,7 @@
-"""Stores the tensors of one run by their keys, in a folder with a file for each rank and step."""
+"""Stores the tensors of one run by their keys, in a folder with a file for each rank and step.
+
+The run is a job, or the job's twin: the same script on one device.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,7 @@ class RankTensors:
         return {p.name: t for p, t in self.in_phase(step, phase).items() if p.micro_batch == -1}
 
     def optimizer_parameters(self, key: TensorKey) -> list[str]:
-        """Returns the names of the parameters of the optimizer whose learning rate is ``key``."""
+        """Returns the names of the parameters of the optimizer whose learning rate has ``key``."""
         text = self.tensors.get(key._replace(role="parameters"))
         return [] if text is None else json.loads(text.tobytes().decode())
 

@@ -1,6 +1,7 @@
 """Gives the tensors of a process their keys, and stores them until the step is written.
 
-A tensor's key says what it is: its step, phase, layer, micro-batch, role (``TensorKey``).
+The process is a rank of a job, or the job's twin: the same script on one device. A tensor's key
+says what it is: its step, phase, layer, micro-batch, role (``TensorKey``).
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ class Recorder:
     Attributes:
         step: The present training step, from 0.
         micro_batch: The micro-batch of the present forward, within the step and replica.
-        in_pipeline: Whether ``train_batch`` runs; the engine then tells the micro-batch.
+        in_pipeline: Whether ``train_batch`` runs; the engine then sets the micro-batch.
         forwarding: Whether ``train_batch`` runs the forward of a micro-batch.
         recorded: The tensors of this step.
-        made: By id, the outputs of layers in this step and their keys. The tensors are held, so
-            that no other tensor gets the id.
+        made: By the id of a tensor, each output of a layer in this step, and its key. The tensors
+            are held, so that no other tensor gets the id.
         stored_phases: The phases of this step whose gradients are stored.
     """
 
