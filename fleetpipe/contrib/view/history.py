@@ -110,7 +110,7 @@ def _is_usable_number(value: Any) -> bool:
 
 
 class HistoryRow(NamedTuple):
-    """The figures by name of a step, or of the ``stride`` steps that end with it."""
+    """The figures by name of a step, or of the ``stride`` steps that end with the step."""
 
     step: int
     figures: Mapping[str, float]
@@ -159,7 +159,8 @@ class History:
     ) -> None:
         self.stride, self.last = stride, 0
         self.events: tuple[RunEvent, ...] = tuple(events)[-MOST_EVENTS:]
-        # A row is never changed, so that other threads may read it.
+        #: The figures of a row by its index: of the steps from ``stride * index + 1`` on. A row is
+        #: never changed, so that other threads may read it.
         self._rows: dict[int, Mapping[str, float]] = {}
         for row in rows:
             self.add(*row)
@@ -185,7 +186,7 @@ class History:
     def add_event(self, event: RunEvent) -> None:
         """Adds an event.
 
-        If the last event has its kind and its text, the count of that one is raised instead.
+        If the last event has the same kind and text, the two become one, which happened more times.
         """
         *earlier, last = self.events or (None,)
         if last is not None and (last.kind, last.text) == (event.kind, event.text):
@@ -201,9 +202,10 @@ class History:
         return [HistoryRow(min(self.last, step), row) for step, row in ends]
 
     def series(self) -> dict[str, tuple[list[int], list[float]]]:
-        """Returns the steps and the values of each figure.
+        """Returns the steps and the values of each figure, by the figure's name, to be drawn.
 
-        In a gap stands one NaN, at the first step of the gap; see :meth:`gaps`.
+        A gap is a range of steps without rows (:meth:`gaps`). There each figure has one NaN, at the
+        first step of the gap, so that no line is drawn across it.
         """
         series: dict[str, tuple[list[int], list[float]]] = {}
         gaps = self.gaps()
@@ -218,13 +220,14 @@ class History:
         return series
 
     def gaps(self) -> dict[int, int]:
-        """Returns where steps are missing.
+        """Returns where steps are missing: by the step of the row after a gap, the gap's first.
 
-        The keys are the steps of the rows after a gap, the values the first steps of the gaps.
+        Between two rows there is a gap if they are more than two strides apart.
         """
-        steps = [0, *(row.step for row in self.rows())]
-        pairs = itertools.pairwise(steps)
-        return {step: x + self.stride for x, step in pairs if step - x > 2 * self.stride}
+        pairs = itertools.pairwise([0, *(row.step for row in self.rows())])
+        return {
+            step: before + self.stride for before, step in pairs if step - before > 2 * self.stride
+        }
 
     def content(self) -> dict[str, Any]:
         """Returns the history as a value for ``json.dumps``, which writes NaN and infinities."""

@@ -40,8 +40,9 @@ Durations = np.ndarray
 #: The rows of time in which a rank had no processor.
 QUEUEING, LIMITED, STOLEN = "queueing for a core", "stopped by a limit", "stolen by the host"
 WAITING, OUTSIDE = "waiting for messages", "outside of operations"
-#: For each kind whose values an operation of that kind needs: of those that are in the trace the
-#: first one, by its kind and how many model parts further it is. The last part has no next one.
+#: By the kind of an operation, the operations whose values it may need: the kind of each, and how
+#: many model parts further it runs, for the same micro-batch. It needs the first that is in the
+#: trace: in the last part, which has no next one, a backward needs the forward of its own part.
 _OF_BACKWARD = (("backward-recv", 0), ("I", 1), ("B", 1), ("F", 0))
 _INPUTS: Mapping[str, Sequence[tuple[str, int]]] = {
     "forward-send": (("F", 0),),
@@ -78,6 +79,7 @@ class ReplayedStep:
         self.operations = sorted(operations, key=lambda op: op.start)
         groups = _groups_that_end_together(self.operations)
         needs = _find_dependencies(self.operations, one_thread)
+        #: By the index of an operation, the indices of its group, its own included.
         together = {index: group for group in groups for index in group}
         if one_thread:  # a send does not wait for its receive
             kinds = [op.kind for op in self.operations]
@@ -102,8 +104,8 @@ class ReplayedStep:
         self.span = max(op.end for op in self.operations) - self.operations[0].start
         self.transfer_times = np.array([op.duration for op in self.operations])
         for index, group in together.items():
-            begun = max(self.operations[member].start for member in group)
-            self.transfer_times[index] = max(self.operations[index].end - begun, 0)
+            last_start = max(self.operations[member].start for member in group)
+            self.transfer_times[index] = max(self.operations[index].end - last_start, 0)
 
     def time(self, durations: Durations) -> np.ndarray:
         """Returns the seconds of the step in each case, from durations [operations, cases]."""
@@ -141,21 +143,26 @@ def steps_of(operations: Iterable[TracedOperation], one_thread: bool = False) ->
 
 
 def _groups_that_end_together(operations: Sequence[TracedOperation]) -> list[list[int]]:
-    """Returns the indices of operations that end together, as a send and its receive do."""
-    members: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
+    """Returns groups of operations that end together, each as indices.
+
+    A group is a send and its receive, or the replicas of a collective.
+    """
+    groups: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
+    # How often a replica has run a collective.
     repeats: defaultdict[tuple[object, ...], int] = defaultdict(int)
     for index, op in enumerate(operations):
         if op.kind in TRANSFERS:
             way, end = op.kind.split("-")
-            down = (way == "forward") == (end == "send")
-            edge = op.part if down else op.part - 1
-            members[way, op.replica, edge, op.micro_batch].append(index)
+            # An edge has the number of the model part before it: that of the part whose forward
+            # sends, or whose backward receives.
+            is_before_edge = (way == "forward") == (end == "send")
+            edge = op.part if is_before_edge else op.part - 1
+            groups[way, op.replica, edge, op.micro_batch].append(index)
         elif op.kind in COLLECTIVES:
             name = op.kind, op.stage, op.part, op.micro_batch
             repeats[name, op.replica] += 1
-            again = (*name, repeats[name, op.replica])
-            members[again].append(index)
-    return [group for group in members.values() if len(group) > 1]
+            groups[(*name, repeats[name, op.replica])].append(index)
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def _stream_of(op: TracedOperation, one_thread: bool) -> tuple[object, ...]:
@@ -168,49 +175,57 @@ def _stream_of(op: TracedOperation, one_thread: bool) -> tuple[object, ...]:
 
 
 def _find_dependencies(operations: Sequence[TracedOperation], one_thread: bool) -> list[list[int]]:
-    """Returns for each operation the indices of those that must end before it begins.
+    """Returns for each operation the indices of the operations that must end before it begins.
 
-    For an operation that ends together with others, only those for which it waits itself.
+    A send and its receive, or the replicas of a collective, begin together. Each has only its own
+    dependencies here; the caller joins them.
+
+    Args:
+        operations: The operations of one step, sorted by start.
+        one_thread: Whether all operations of a rank are one stream.
     """
-    # The last operation of each stream, and the last optimizer step of each rank.
+    # The index of the last operation of each stream, and of the last optimizer step of each rank.
     last: dict[tuple[object, ...], int] = {}
     stepped: dict[tuple[int, int], int] = {}
-    # By replica and model part, or by rank.
+    # By replica and model part: the operations that compute gradients of weights ("B" and "W"),
+    # and those that gather parameters. By rank: the collectives that reduce gradients.
     backwards: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-    gathered: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-    reduced: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    gathers: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    reductions: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    # By kind, replica, model part and micro-batch; a fused operation has each of its kinds.
     index_of: dict[tuple[object, ...], int] = {}
     for index, op in enumerate(operations):
-        for kind in op.kind.split("|"):  # a fused operation is there under each of its kinds
+        for kind in op.kind.split("|"):
             index_of[kind, op.replica, op.part, op.micro_batch] = index
             if kind in ("B", "W"):
                 backwards[op.replica, op.part].append(index)
-    needs: list[list[int]] = []
+    dependencies: list[list[int]] = []
     for index, op in enumerate(operations):
         stream = _stream_of(op, one_thread)
-        main_kind = "F" if op.kind.startswith("F|") else op.kind
+        # A fused forward and backward begins with the forward, and waits for its inputs.
+        first_kind = "F" if op.kind.startswith("F|") else op.kind
         waits = [last[stream]] if stream in last else []
         last[stream] = index
-        for kind, further in _INPUTS.get(main_kind, ()):
-            need = index_of.get((kind, op.replica, op.part + further, op.micro_batch))
-            if need is not None:
-                waits.append(need)
+        for kind, further in _INPUTS.get(first_kind, ()):
+            source = index_of.get((kind, op.replica, op.part + further, op.micro_batch))
+            if source is not None:
+                waits.append(source)
                 break
         if op.kind.startswith("grads"):
             waits += backwards[op.replica, op.part]
         if op.kind == "params-all-gather":
-            gathered[op.replica, op.part].append(index)
+            gathers[op.replica, op.part].append(index)
             waits += [stepped[op.rank]] if op.rank in stepped else []
         elif op.kind in COLLECTIVES:
-            reduced[op.rank].append(index)
+            reductions[op.rank].append(index)
         elif op.kind == "optimizer":
-            waits += reduced[op.rank]
+            waits += reductions[op.rank]
             stepped[op.rank] = index
-        elif main_kind == "F":
-            # A gather after the optimizer is for the forwards of the next step.
-            waits += gathered[op.replica, op.part]
-        needs.append(waits)
-    return needs
+        elif first_kind == "F":
+            # Only gathers before it: one after the optimizer is for forwards of the next step.
+            waits += gathers[op.replica, op.part]
+        dependencies.append(waits)
+    return dependencies
 
 
 class Machine(NamedTuple):
@@ -258,7 +273,15 @@ def machine_of(document: Mapping[str, Any]) -> Machine:
 
 
 def account_of(steps: Sequence[ReplayedStep], machine: Machine) -> dict[str, float]:
-    """Returns the seconds that a mean rank spends on each row; the sum is the mean step."""
+    """Returns the seconds of a mean step that a mean rank spends on each row, by the row's name.
+
+    The rows are "computing", ``WAITING``, ``QUEUEING``, ``LIMITED``, ``STOLEN`` and ``OUTSIDE``;
+    their sum is the mean step.
+
+    Args:
+        steps: The steps of a trace.
+        machine: What the trace records of its machine; a figure for each step, or none.
+    """
     ranks = {op.rank for step in steps for op in step.operations}
     rows: defaultdict[str, list[float]] = defaultdict(list)
     for number, step in enumerate(steps):
@@ -267,16 +290,17 @@ def account_of(steps: Sequence[ReplayedStep], machine: Machine) -> dict[str, flo
         for rank in ranks:
             operations = [op for op in step.operations if op.rank == rank]
             work = [op for op in operations if op.kind not in COMMUNICATIONS]
-            computing, all_of_it = _seconds_covered_by(work), _seconds_covered_by(operations)
-            in_work, in_all = (sum(op.queued for op in each) for each in (work, operations))
-            by_limit = min(limited, in_all)
-            by_others = min(stolen, computing - in_work)
-            rows["computing"].append(computing - in_work - by_others)
-            rows[WAITING].append(all_of_it - computing - (in_all - in_work))
-            rows[QUEUEING].append(in_all - by_limit)
+            in_work, in_all = _seconds_covered_by(work), _seconds_covered_by(operations)
+            queued_in_work = sum(op.queued for op in work)
+            queued = sum(op.queued for op in operations)
+            by_limit = min(limited, queued)
+            by_host = min(stolen, in_work - queued_in_work)
+            rows["computing"].append(in_work - queued_in_work - by_host)
+            rows[WAITING].append(in_all - in_work - (queued - queued_in_work))
+            rows[QUEUEING].append(queued - by_limit)
             rows[LIMITED].append(by_limit)
-            rows[STOLEN].append(by_others)
-            rows[OUTSIDE].append(step.span - all_of_it)
+            rows[STOLEN].append(by_host)
+            rows[OUTSIDE].append(step.span - in_all)
     return {name: fmean(seconds) for name, seconds in rows.items()}
 
 
@@ -284,7 +308,14 @@ def shares_of(steps: Sequence[ReplayedStep], machine: Machine) -> dict[str, floa
     """Returns the share of a mean step that a mean rank spends on each of ``PARTS``.
 
     A step lasts from the end of the step before to its own end; steps without one before them in
-    the trace are left out. Empty for a trace that does not record the time between steps.
+    the trace are left out.
+
+    Args:
+        steps: The steps of a trace.
+        machine: What the trace records of its machine.
+
+    Returns:
+        By part, numbers that sum to 1; empty if the trace has not recorded the time between steps.
     """
     numbers = [number for number, step in enumerate(steps) if step.follows]
     if not machine.between or not numbers:

@@ -47,7 +47,7 @@ KINDS: Mapping[str, str] = {
 
 _Row = Mapping[str, Any]
 
-#: The largest number of a table.
+#: The largest number that a column of a table may have.
 _MOST = 1e18
 
 #: The most seconds that the engine takes between two operations of a rank.
@@ -55,6 +55,7 @@ _ENGINE_SECONDS = 1e-3
 
 #: The most ranks of a pipeline with fewer stages than ranks: each is a row to draw.
 _MOST_IDLE = 1000
+#: The timelines of a trace: of the simulated schedule, and of the run.
 _TRACKS = ("predicted", "measured")
 
 
@@ -161,11 +162,12 @@ def _operations_in_event(event: Event) -> Iterator[TracedOperation]:
     rank, times, op = event.rank, (event.start, event.end - event.start), event.op
     if isinstance(op, (Send, Recv)):
         name = str(op)
+        # The name begins with S or R for a send or receive, and F or B for its direction.
         way = "forward" if name[1] == "F" else "backward"
         kind = f"{way}-{'send' if name[0] == 'S' else 'recv'}"
         # The rank's own stage: the value leaves it, or arrives there.
-        ends = op.edge.source, op.edge.target
-        stage = ends[(name[0] == "R") == (name[1] == "F")]
+        is_target = (name[0] == "R") == (name[1] == "F")
+        stage = op.edge.target if is_target else op.edge.source
         yield TracedOperation(0, 0, rank, stage, kind, op.micro_batch, *times, queued=event.queued)
     elif isinstance(op, (Action, Fused)):
         first = parts(op)[0]
@@ -175,11 +177,12 @@ def _operations_in_event(event: Event) -> Iterator[TracedOperation]:
 
 
 def _number_slices(operations: list[TracedOperation]) -> list[TracedOperation]:
-    """Makes the micro-batch of each slice a ``SliceNumber``.
+    """Returns operations on sequence chunks with the number of chunks that their trace has.
 
-    How many slices a micro-batch has is the highest number of one in the trace, plus 1.
+    A ``SliceNumber`` says of which chunk ("slice") of a micro-batch an operation is, and how many
+    there are. That is the highest number of one in the trace, plus 1.
     """
-    # Micro-batch and slice by the index of the operation.
+    # By the index of an operation on a chunk, the micro-batch and the chunk.
     sliced = {
         index: divmod(int(op.micro_batch), op.micro_batch.slices)
         for index, op in enumerate(operations)
@@ -194,28 +197,30 @@ def _number_slices(operations: list[TracedOperation]) -> list[TracedOperation]:
 
 
 def _number_steps(operations: list[TracedOperation]) -> list[TracedOperation]:
-    """Numbers the steps from 0: a new one begins where a rank repeats a computation.
+    """Returns the operations, sorted by start, with their steps numbered from 0.
 
-    A gap of at most ``_ENGINE_SECONDS`` before an operation becomes a part of it: the engine takes
-    it.
+    The step of an operation is how often its rank has run the same operation before. If the trace
+    has transfers, a shorter gap than ``_ENGINE_SECONDS`` before an operation, in which the engine
+    ran, becomes a part of the operation.
     """
     numbers: dict[tuple[object, ...], int] = {}
+    # By step and rank, the end of the operation before.
     ends: dict[tuple[int, tuple[int, int]], float] = {}
-    most = _ENGINE_SECONDS if any(op.kind in TRANSFERS for op in operations) else 0.0
+    longest_gap = _ENGINE_SECONDS if any(op.kind in TRANSFERS for op in operations) else 0.0
     numbered = []
     for op in sorted(operations, key=lambda operation: operation.start):
         key = op.rank, op.part, op.kind, op.micro_batch
         numbers[key] = numbers.get(key, -1) + 1
-        place = numbers[key], op.rank
-        gap = op.start - ends.get(place, op.start)
-        begun = op.start - gap if 0 < gap < most else op.start
-        numbered.append(op._replace(step=numbers[key], start=begun, duration=op.end - begun))
-        ends[place] = op.end
+        step_of_rank = numbers[key], op.rank
+        gap = op.start - ends.get(step_of_rank, op.start)
+        start = op.start - gap if 0 < gap < longest_gap else op.start
+        numbered.append(op._replace(step=numbers[key], start=start, duration=op.end - start))
+        ends[step_of_rank] = op.end
     return numbered
 
 
 def _read_csv(path: str | Path) -> tuple[Sequence[str], Sequence[_Row]]:
-    """Returns the names of the columns of a table, and its rows."""
+    """Returns the names of the columns of a table, and its rows by column."""
     try:
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
@@ -225,7 +230,7 @@ def _read_csv(path: str | Path) -> tuple[Sequence[str], Sequence[_Row]]:
 
 
 def _read_parquet(path: str | Path) -> tuple[Sequence[str], Sequence[_Row]]:
-    """Returns the names of the columns of a table, and its rows."""
+    """Returns the names of the columns of a table, and its rows by column."""
     try:
         import pyarrow.parquet
     except ImportError as error:
@@ -247,7 +252,14 @@ def _unreadable_table(path: str | Path, error: Exception) -> ConfigError:
 
 
 def _operation_in_row(row: _Row, where: str) -> TracedOperation:
-    """Converts a row of a table; the operation's part is the number of its chunk at first."""
+    """Returns the operation in a row of a table; its ``part`` is only the number of its chunk.
+
+    The caller computes the part when it knows the number of ranks.
+
+    Args:
+        row: The row.
+        where: The file and the number of the row, for errors.
+    """
     kind = str(row.get("kind") or "").strip()
     if not kind:
         raise ConfigError("an operation has no kind", where=where, expected=", ".join(KINDS))
@@ -343,7 +355,15 @@ def pipeline_of(schedule: Any, trace: Path | None) -> Pipeline | None:
 
 
 def _read_tracks(document: Any, name: str) -> tuple[dict[str, list[Event]], dict[int, int]]:
-    """Returns the actions of each track of a trace, in seconds, and the ranks of the stages."""
+    """Returns the events of actions in each of ``_TRACKS``, and the rank of each stage.
+
+    Args:
+        document: The content of a ``trace.json``.
+        name: The name of the file, for errors.
+
+    Raises:
+        ValueError: The trace has other tracks, or a stage on two ranks.
+    """
     events = trace_form.tracks_of(document)
     if not events.keys() <= {*_TRACKS}:
         raise ValueError(f"{name} has the tracks {', '.join(events)}")
@@ -357,7 +377,14 @@ def _read_tracks(document: Any, name: str) -> tuple[dict[str, list[Event]], dict
 
 
 def placement_of(stages: dict[int, int]) -> Placement:
-    """Returns the placement that puts the stages on the ranks of the trace."""
+    """Returns the placement that puts the stages on the ranks of the trace.
+
+    Args:
+        stages: The rank of each stage.
+
+    Raises:
+        ValueError: There is no such placement.
+    """
     ranks = max(stages.values(), default=0) + 1
     if ranks > max(_MOST_IDLE, len(stages)):
         raise ValueError(f"no pipeline of {ranks} ranks has just {len(stages)} stages")
@@ -374,6 +401,7 @@ def placement_of(stages: dict[int, int]) -> Placement:
 
 def _split_steps(events: Sequence[Event]) -> list[list[Event]]:
     """Splits a trace into steps, in each of which every action runs once."""
+    # By rank and name of an action, its events in the order of the steps.
     runs: defaultdict[tuple[int, str], list[Event]] = defaultdict(list)
     for event in sorted(events, key=lambda event: event.start):
         runs[event.rank, event.name].append(event)
