@@ -83,6 +83,7 @@ class Sampling(NamedTuple):
         reached = np.cumsum(weights)
         if self.top_p is not None:
             reached = reached[: int(np.searchsorted(reached, self.top_p * reached[-1])) + 1]
+        # A random number below the sum of the weights: the token is the first whose sum exceeds it.
         point = key(self.seed, *position) / 2**63 * reached[-1]
         return int(order[min(int(np.searchsorted(reached, point, "right")), len(reached) - 1)])
 
@@ -190,13 +191,13 @@ def generate(
 class _Cache(Units, SliceStates):
     """Stores the keys and values of earlier positions for the layers of a model.
 
-    Layers keep them as under a schedule that cuts sequences: a prompt is the first slice, and each
-    new token another one.
+    Layers keep them as under a schedule that cuts sequences into chunks ("slices"): the prompt is
+    the first chunk, and each new token another chunk.
     """
 
     def __init__(self) -> None:
         SliceStates.__init__(self, 1)
-        #: The prompt of each micro-batch of the next run.
+        #: For each micro-batch of the next run, the number of its prompt.
         self.prompts: list[int] = []
 
     def states(self) -> SliceStates:
@@ -205,7 +206,7 @@ class _Cache(Units, SliceStates):
 
     @contextmanager
     def forward(self, stage: int, number: int) -> Iterator[None]:
-        """While it is open, the layers of a stage run the prompt of a micro-batch."""
+        """While it is open, the layers of a stage use what is stored for a micro-batch's prompt."""
         with super().forward(stage, self.prompts[number]):
             yield
 
@@ -242,6 +243,7 @@ class _Decoding:
         self.new: list[list[int]] = [[] for _ in prompts]
         self._pipeline, self._sampling, self._prompts = pipeline, sampling, prompts
         self._prompt_keys, self._cache, self._inputs = prompt_keys(prompts), cache, inputs
+        #: The ranks along mp, which may have shards of the logits.
         self._shards, replicas = job.model_parallel(), pipeline.replicas
         exchanges = any(kind.exchanges for kind in kinds_in(pipeline.layers.state.own_parameters()))
         with job.calling("begins to generate"):
@@ -252,7 +254,7 @@ class _Decoding:
         self._prompts_of_replica = range(first, len(prompts), step)
 
     def advance(self, unfinished: list[int]) -> None:
-        """Adds a token to each of some prompts. Collective over the job.
+        """Adds a token to each of some prompts by one run. Collective over the job.
 
         Args:
             unfinished: The numbers of the prompts.
@@ -263,6 +265,7 @@ class _Decoding:
             inputs = []
             for number in own_prompts:
                 new, is_cached = self.new[number], self._cache is not None
+                # With a cache the layers have all positions before the last token.
                 sequence = new[-1:] if new and is_cached else self._prompts[number] + new
                 inputs.append(self._inputs(paddle.to_tensor([sequence], dtype="int64")))
             if self._cache is not None:
@@ -276,14 +279,15 @@ class _Decoding:
             self.new[number].append(token)
 
     def _choose_tokens(self, numbers: list[int], logits: Sequence[Tensor]) -> list[tuple[int, int]]:
-        """Returns the number and the next token of each prompt; none without the last stage.
-
-        Collective along mp.
+        """Chooses the next token of some prompts. Collective along mp.
 
         Args:
-            numbers: The prompts, by number.
-            logits: [vocabulary] for each of them, at its last position; or a shard along mp. Empty
-                on ranks without the last stage.
+            numbers: The numbers of the prompts.
+            logits: For each prompt, those at its last position: [vocabulary], or a shard along mp.
+                Empty on ranks without the last stage.
+
+        Returns:
+            For each prompt its number and the token; empty on ranks without the last stage.
         """
         if not logits:
             return []
@@ -355,7 +359,11 @@ def _prompt_array(row: Any) -> np.ndarray[Any, Any]:
 
 
 def _end_tokens(eos: Any) -> frozenset[int]:
-    """Returns the tokens that end a continuation."""
+    """Returns the tokens that end a continuation, from the argument ``eos`` of :func:`generate`.
+
+    Raises:
+        ConfigError: ``eos`` is no token, no collection of tokens, and not None.
+    """
     tokens = eos
     if eos is None:
         tokens = []
@@ -398,14 +406,15 @@ def _require_pipeline(model: Any) -> tuple[PipelineParallel, AbstractContextMana
 
 
 def _new_cache(pipeline: PipelineParallel, wanted: bool | None) -> _Cache | None:
-    """Returns a new cache for keys and values, or None.
+    """Returns a new cache for keys and values; None if each token runs the whole sequence.
 
     Args:
         pipeline: The pipeline.
-        wanted: The argument ``cache`` of :func:`generate`.
+        wanted: The argument ``cache`` of :func:`generate`: True for a cache, False for none, None
+            for a cache if all layers can use one.
 
     Raises:
-        ConfigError: A cache is wanted, and some layer cannot use one.
+        ConfigError: ``wanted`` is True, and some layer cannot use a cache.
     """
     try:
         require_sliceable(pipeline.layers.layers)
@@ -423,7 +432,7 @@ def _new_cache(pipeline: PipelineParallel, wanted: bool | None) -> _Cache | None
 
 @contextmanager
 def _state_restored(pipeline: PipelineParallel) -> Iterator[None]:
-    """At its end restores random states and the layers' modes, as they were at its beginning."""
+    """Restores random states and the layers' modes at its end, as they were at its beginning."""
     training = pipeline.layers.with_modes.training
     with random_states_kept():
         try:
