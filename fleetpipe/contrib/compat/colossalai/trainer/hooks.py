@@ -242,6 +242,14 @@ class TrainerHookCalls(paddle.callbacks.Callback):
     def __init__(
         self, trainer: Trainer, recorded: list[tuple[Nest, Nest]], timer: MultiTimer
     ) -> None:
+        """Prepares the calls.
+
+        Args:
+            trainer: The trainer whose hooks are called.
+            recorded: Receives the output and the label of each micro-batch of the running batch; it
+                is emptied after each batch.
+            timer: Receives the times of batches and epochs.
+        """
         super().__init__()
         self._trainer = trainer
         self._recorded = recorded
@@ -304,15 +312,15 @@ class TrainerHookCalls(paddle.callbacks.Callback):
         self._timer.reset("Test-epoch")
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the states of the hooks in the middle of an epoch."""
+        """Returns the states of the hooks that have one, by the hook's number in ``hooks``."""
         states = ((str(n), hook) for n, hook in enumerate(self._trainer.hooks))
         return {n: hook.state_dict() for n, hook in states if hasattr(hook, "state_dict")}
 
     def set_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the states of the hooks."""
-        for number, counted in state.items():
+        for number, state_of_hook in state.items():
             hook: Any = self._trainer.hooks[int(number)]
-            hook.set_state_dict(counted)
+            hook.set_state_dict(state_of_hook)
 
     def _begin_batch(self, mode: str) -> None:
         """Calls the hooks before a batch; ``mode`` is "Train" or "Test"."""
@@ -320,7 +328,12 @@ class TrainerHookCalls(paddle.callbacks.Callback):
         self._timer.start(f"{mode}-step")
 
     def _end_batch(self, mode: str, logs: Any) -> None:
-        """Calls the hooks after a batch, with output and labels where this process has them."""
+        """Calls the hooks after a batch, with output and labels where this process has them.
+
+        Args:
+            mode: "Train" or "Test".
+            logs: The values that ``fit`` logs; under "loss" a list with the loss of the batch.
+        """
         self._timer.stop(f"{mode}-step", keep_in_history=True)
         output = label = None
         if self._recorded:
@@ -331,6 +344,7 @@ class TrainerHookCalls(paddle.callbacks.Callback):
             getattr(hook, f"after_{mode.lower()}_iter")(self._trainer, output, label, loss)
 
     def _call_hooks(self, event: str) -> None:
+        """Calls the method of each hook that is named ``event``, such as ``before_train``."""
         for hook in self._trainer.hooks:
             getattr(hook, event)(self._trainer)
 
@@ -434,6 +448,7 @@ class AccuracyHook(BaseHook):
 
     def after_test_iter(self, trainer: Trainer, output: Nest, label: Nest, loss: Tensor) -> None:
         """Adds the right rows of a batch. Collective over the job."""
+        # Of this replica the right rows and all rows, on the owner of the last stage.
         counts = None
         if output is not None:
             first = output[0] if isinstance(output, (list, tuple)) else output
@@ -443,7 +458,7 @@ class AccuracyHook(BaseHook):
 
 
 class LRSchedulerHook(BaseHook):
-    """Steps a scheduler of the learning rate, and makes the rate a metric."""
+    """Steps a scheduler of the learning rate, and makes the learning rate a metric."""
 
     def __init__(
         self,
@@ -456,8 +471,8 @@ class LRSchedulerHook(BaseHook):
 
         Args:
             lr_scheduler: The scheduler of Paddle's that the optimizer has.
-            by_epoch: Whether to step it after each epoch, else after each batch.
-            store_lr_in_state: Whether the rate is a metric.
+            by_epoch: Whether to step the scheduler after each epoch, else after each batch.
+            store_lr_in_state: Whether the learning rate is a metric of the trainer.
             priority: See :class:`BaseHook`.
         """
         super().__init__(priority)
@@ -467,25 +482,25 @@ class LRSchedulerHook(BaseHook):
         self.metric = Metric()
 
     def after_hook_is_attached(self, trainer: Trainer) -> None:
-        """Adds the rate to the trainer's metrics."""
+        """Adds the learning rate to the trainer's metrics, if ``store_lr_in_state`` says so."""
         self._measure_rate()
         if self.store_lr_in_state:
             trainer.add_metric("train", "LR", self.metric)
 
     def after_train_iter(self, trainer: Trainer, output: Nest, label: Nest, loss: Tensor) -> None:
-        """Steps the scheduler after a batch, unless it goes by epochs."""
+        """Steps the scheduler after a batch, unless ``by_epoch``."""
         if not self.by_epoch:
             self.lr_scheduler.step()
             self._measure_rate()
 
     def after_train_epoch(self, trainer: Trainer) -> None:
-        """Steps the scheduler after an epoch, if it goes by epochs."""
+        """Steps the scheduler after an epoch, if ``by_epoch``."""
         if self.by_epoch:
             self.lr_scheduler.step()
             self._measure_rate()
 
     def _measure_rate(self) -> None:
-        """Sets the metric to the present learning rate."""
+        """Sets ``metric`` to the present learning rate."""
         self.metric.reset()
         self.metric.update(self.lr_scheduler.last_lr)
 
