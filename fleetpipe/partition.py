@@ -178,7 +178,13 @@ def _layer_number(bound: object, method: str) -> int:
 
 
 def require_enough(count: int, parts: int, method: str) -> None:
-    """Refuses a number of stages that is below one or above the number of layers."""
+    """Refuses a number of stages that is below one or above the number of layers.
+
+    Args:
+        count: Number of layers.
+        parts: Number of stages.
+        method: The method of the cut, for the error.
+    """
     if parts < 1:
         raise PartitionError(
             "the number of stages must be at least 1",
@@ -186,6 +192,7 @@ def require_enough(count: int, parts: int, method: str) -> None:
             fix="set pp_degree and num_virtual_pipeline_stages to 1 or more",
         )
     if count < parts:
+        # The stage without a layer: an even cut gives the remainder to the last stages.
         empty = 0 if method == "uniform" else count
         raise PartitionError(
             f"stage {empty} would be empty: {count} layers cannot fill {parts} stages",
@@ -503,6 +510,7 @@ class Partition:
         """Yields the cells of the table's heading, of each stage and of the whole model."""
 
         def row(stage: str, rank: str, *rest: str) -> list[str]:
+            """Returns the cells of a line, without that of the rank if there are no ranks."""
             return [stage, *([] if rank_of is None else [rank]), *rest]
 
         total = sum(layer.parameters for layer in self.layers)

@@ -81,6 +81,7 @@ class _Search:
 
     def run(self) -> Outcome:
         """Returns the best plan; if none fits, the one that exceeds the memory cap the least."""
+        # The best plan of each placement and family of schedules.
         starts: dict[tuple[Placement, str], Outcome] = {}
         for shape in self.task.shapes():
             cuts = self.task.cuts(shape)
@@ -306,6 +307,7 @@ def _finish_plan(
     placement, boundaries = schedule.placement, partition.boundaries
     layers = task.profile.layers
     stages = task.with_transfers(placement, task.stages.cut(boundaries, recompute))
+    # For each slice of a sequence, the costs of all stages; () if sequences are not cut.
     slices = tuple(
         task.with_transfers(placement, of_slice.cut(boundaries))
         for of_slice in (task.of_slices if schedule.slices > 1 else ())
@@ -328,6 +330,7 @@ def _finish_plan(
 
 def _cap_error(lack: Lack, task: PlanTask) -> ConfigError:
     """Returns the error of a memory cap in which no plan fits, with a cap that works."""
+    # The stages of the rank that needs most.
     owned = lack.schedule.placement.stages_of(lack.rank)
     stages = " and ".join(str(stage) for stage in owned)
     layers = ", ".join(

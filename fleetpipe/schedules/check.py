@@ -57,7 +57,10 @@ def verify(
 
 
 def _check_memory(schedule: ScheduleRows, cap: float, costs: Costs) -> None:
-    """Refuses a schedule in which some rank holds more activations than ``cap`` at once."""
+    """Refuses a schedule in which some rank holds more activations than ``cap`` at once.
+
+    ``cap`` is in bytes if ``costs`` give the bytes of stages, else in forwards of one stage.
+    """
     if not cap > 0:
         raise ConfigError(
             "`memory_cap` must be above 0", got=str(cap), fix="give a cap above 0, or leave it out"
@@ -118,6 +121,14 @@ class _RowChecker:
     """
 
     def __init__(self, plan: PlanRows, rank: int, leaving: _Crossing, entering: _Crossing) -> None:
+        """Prepares the check of a row, of which no operation is marked yet.
+
+        Args:
+            plan: The plan.
+            rank: The rank whose row is checked.
+            leaving: For each stage the edges to other ranks.
+            entering: For each stage the edges from other ranks.
+        """
         self.plan, self.rank, self.row = plan, rank, plan.ops[rank]
         self.position = 0
         self.marks: dict[tuple[str, int | Edge], bytearray] = {}
@@ -258,7 +269,12 @@ class _RowChecker:
                 )
 
     def _fail(self, summary: str, expected: str) -> NoReturn:
-        """Raises the error of the operation at the present position of the row."""
+        """Raises the error of the operation at the present position of the row.
+
+        Args:
+            summary: What is wrong, for the first line.
+            expected: What should stand there.
+        """
         raise ScheduleError(
             summary,
             where=_describe_position(self.plan, self.rank, self.position),
@@ -381,7 +397,12 @@ class _RendezvousReplay:
             _raise_deadlock(self.plan, self.positions)
 
     def _advance(self, rank: int, ready: list[int]) -> None:
-        """Runs a rank until it has to wait, and adds to ``ready`` the ranks that can then go on."""
+        """Runs a rank until it has to wait, or to its end.
+
+        Args:
+            rank: The rank.
+            ready: Ranks that may be able to go on; each peer of a transfer that ran is added.
+        """
         row, positions, clock = self.plan.ops[rank], self.positions, self.clock
         while positions[rank] < len(row):
             op = row[positions[rank]]
@@ -440,7 +461,12 @@ def _is_at_other_end(plan: PlanRows, op: Send | Recv, peer: int, position: int) 
 
 
 def _raise_deadlock(plan: PlanRows, positions: list[int]) -> NoReturn:
-    """Raises the error of ranks that wait for each other, from the position that each reached."""
+    """Raises the error of ranks that wait for each other.
+
+    Args:
+        plan: The plan.
+        positions: For each rank the position in its row of the operation that it cannot run.
+    """
     # For each rank that stands at a transfer, the rank at the other end, for which it waits.
     peers: dict[int, int] = {}
     for rank, row in enumerate(plan.ops):
@@ -466,12 +492,12 @@ def _raise_deadlock(plan: PlanRows, positions: list[int]) -> NoReturn:
 
 
 def _describe_position(plan: PlanRows, rank: int, position: int) -> str:
-    """Writes where an operation of a plan is: ``rank 1 at #17: .. >>SB0>1.1<< ..``."""
+    """Returns in words where an operation of a plan is: ``rank 1 at #17: .. >>SB0>1.1<< ..``."""
     return f"rank {rank} at #{position}: {entries_around(plan.ops[rank], position)}"
 
 
 def _describe_wait(plan: PlanRows, positions: list[int], rank: int, peer: int) -> str:
-    """Writes that a rank waits for another one, and where both are."""
+    """Returns in words that a rank waits for rank ``peer``, and at which operations both stand."""
     ended = positions[peer] == len(plan.ops[peer])
     there = "at its end" if ended else f"at #{positions[peer]} {plan.ops[peer][positions[peer]]}"
     here = f"rank {rank} at #{positions[rank]} {plan.ops[rank][positions[rank]]}"

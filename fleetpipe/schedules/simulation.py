@@ -80,7 +80,7 @@ def replay(schedule: ScheduleRows, edges: Iterable[Edge] | None, costs: Costs) -
         ScheduleError: Ranks wait for each other, or for something later in their own row; or the
             schedule is incomplete.
     """
-    # repr, since costs of 1 and of 1.0 are equal, but only the former give whole numbers.
+    # By repr, since costs of 1 and of 1.0 are equal, but only costs of 1 give times as integers.
     key = checked_edges(edges, schedule.placement), repr(asdict(costs))
     cached: tuple[object, Replay] | None = vars(schedule).get("_replay")
     if cached is None:
@@ -148,12 +148,23 @@ class _ReplayState:
     """The state of a replay, in which all ranks run their rows.
 
     Attributes:
+        schedule: The schedule whose rows are run.
+        costs: The time of each action, and the latency of edges.
+        stage_actions: By index of a slice (0 for whole micro-batches), kind and stage: the times of
+            these actions, and what they wait for.
         starts: For each rank the times at which its entries began, as far as they have run.
         ends: For each rank the times at which these entries ended.
         busy: For each rank the time that it has computed.
     """
 
     def __init__(self, schedule: ScheduleRows, dependencies: Dependencies, costs: Costs) -> None:
+        """Prepares a replay in which nothing has run yet.
+
+        Args:
+            schedule: The schedule.
+            dependencies: The rule of what an action waits for.
+            costs: The time of each action, and the latency of edges.
+        """
         ranks, stages = range(schedule.placement.ranks), range(schedule.placement.stages)
         self.schedule, self.costs = schedule, costs
         self.starts: list[list[float]] = [[] for _ in ranks]
@@ -163,7 +174,6 @@ class _ReplayState:
             kind: [[None] * schedule.units for _ in stages] for kind in "FBW"
         }
         ends["I"] = ends["B"]
-        # By index of a slice (0 for whole micro-batches), kind and stage.
         self.stage_actions = [
             {
                 kind: [
@@ -182,6 +192,7 @@ class _ReplayState:
     def run(self) -> None:
         """Runs every rank until no rank can go on."""
         runs = [self._run(rank) for rank in range(len(self.ends))]
+        # The numbers of entries that had run, before and after each rank went on once.
         before, done = -1, 0
         while done != before:
             for run in runs:
@@ -191,6 +202,7 @@ class _ReplayState:
     def _run(self, rank: int) -> Iterator[None]:
         """Runs the entries of a rank's row; yields whenever an input is not there yet."""
         slices, stage_actions = self.schedule.slices, self.stage_actions
+        # The time at which the rank has run all entries so far.
         free: float = 0
         for item in self.schedule.actions[rank]:
             begin, duration = free, 0.0
@@ -199,7 +211,7 @@ class _ReplayState:
                 _, duration, waits = stage_actions[number % slices][kind][stage]
                 for ends, distance, latency in waits:
                     while (end := ends[number + distance]) is None:
-                        yield
+                        yield  # other ranks run on, until the input is there
                     begin = max(begin, end + latency)
             if not isinstance(item, Action):
                 duration = self.costs.of_fused(item)
@@ -416,7 +428,7 @@ def lower(schedule: ScheduleRows, edges: Iterable[Edge] | None = None) -> PlanRo
         writer = _PlanWriter(schedule, ordered_edges)
         following = writer.following
         appends = [row.append for row in writer.rows]
-        # The sort is stable: a rank's own order is kept, and ranks that tie follow their number.
+        # The sort is stable: a rank's own order stays, and of equal times the lower rank is first.
         for index in sorted(range(len(times)), key=times.__getitem__):
             rank = owners[index]
             item = next(items[rank])
@@ -453,6 +465,7 @@ class _PlanWriter:
     """
 
     def __init__(self, schedule: ScheduleRows, edges: Sequence[Edge]) -> None:
+        """Creates empty rows, and all operations that will follow the actions of ``schedule``."""
         placement = schedule.placement
         self.numbers = micro_batch_numbers(schedule.micro_batches, schedule.slices)
         self.rows: list[list[Op]] = [[] for _ in range(placement.ranks)]

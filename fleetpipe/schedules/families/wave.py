@@ -67,6 +67,7 @@ class _HanayoSimulation:
     """
 
     def __init__(self, placement: Placement, micro_batches: int) -> None:
+        """Prepares the simulation: at time 0 only the forwards of stage 0 are ready."""
         self.stages = placement.stages
         self.forwards = self.stages * micro_batches
         self.owners = [placement.rank_of(stage) for stage in reversed(range(self.stages))]
@@ -99,7 +100,7 @@ class _HanayoSimulation:
                 self._release_successor(number)
 
     def _begin(self, rank: int, number: int, now: int) -> None:
-        """Lets a rank begin the action ``number`` at time ``now``."""
+        """Lets a free rank begin the action ``number`` at time ``now``."""
         self.order[rank].append(number)
         self.free[rank] = False
         time = _FORWARD if number >= self.forwards else _BACKWARD
@@ -139,6 +140,10 @@ def dual_pipe_v(placement: Placement, micro_batches: int) -> list[list[Item]]:
     the rank that idles most does so for (p-1)(FB + B - 3W). A rank holds at most min(2m, 2p+1)
     forwards of one chunk. The order is built for at least 2p micro-batches; if m is smaller, the
     extra ones are left out.
+
+    Args:
+        placement: A vee of p ranks with two chunks each.
+        micro_batches: Micro-batches of a batch, m.
     """
     filled = max(micro_batches, 2 * placement.ranks)
     rows = []
