@@ -363,7 +363,12 @@ def _compare_clocks(group: Group) -> tuple[float, float]:
 
 
 def measured_costs(schedule: Schedule, events: list[Event]) -> Costs:
-    """Returns for each stage the median seconds of each kind of action among some events."""
+    """Returns for each stage the median seconds of each kind of action among some events.
+
+    Args:
+        schedule: The schedule of which the events are.
+        events: Measured events of one or several steps.
+    """
     durations: dict[tuple[str, int], list[float]] = defaultdict(list)
     for event in events:
         for action in event.actions:

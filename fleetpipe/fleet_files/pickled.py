@@ -187,6 +187,7 @@ class _Operations(dict[int, Callable[[Any], None]]):
     """The methods of the allowed operations by their codes; any other code raises ``Refused``."""
 
     def __missing__(self, code: int) -> Callable[[Any], None]:
+        """Raises the error that names the operation of a code which is not allowed."""
         names = {ord(operation.code): operation.name for operation in pickletools.opcodes}
         raise Refused(f"the pickle operation {names.get(code, code)}")
 
@@ -322,7 +323,7 @@ def _build_array(state: Pickled) -> np.ndarray | ArrayLocation:
 
 
 def _build_scalar(dtype: Pickled, data: Pickled) -> Pickled:
-    """Replaces NumPy's ``scalar``: returns a number from its dtype and bytes."""
+    """Replaces NumPy's ``scalar``: returns a number from its unbuilt dtype and its bytes."""
     array: Any = _build_array((1, (), dtype, False, data))
     return array[()]
 
@@ -343,7 +344,11 @@ def _named_tensor(pair: Pickled) -> _Unbuilt:
 
 
 def _static_tensor(expression: Pickled, names: Pickled) -> _Unbuilt:
-    """Replaces Paddle's ``eval("data", ..)``: returns ``data``, and refuses anything else."""
+    """Replaces ``eval``, of which Paddle saves one call, ``eval("data", {"data": array})``.
+
+    Returns:
+        The array. Any other expression is refused.
+    """
     if expression != "data" or not isinstance(names["data"], _Unbuilt):
         raise Refused("an expression to evaluate")
     array: _Unbuilt = names["data"]

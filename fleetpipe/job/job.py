@@ -284,6 +284,7 @@ class Job(MeshGroups):
         what = f"within a collective operation of ranks {ranks}"
 
         def limit() -> AbstractContextManager[None]:
+            """Returns the context, with the limit and the watch that the job has now."""
             watch = self._watch
             return nullcontext() if watch is None else watch.limit(self.timeout, what, ranks)
 
@@ -308,7 +309,7 @@ class Job(MeshGroups):
             kind: A text that is the same on all ranks; by default the words.
             replicas: Whether all replicas begin the call, not only the ranks of this one.
         """
-        # Where the job heals, a rank repeats calls, and the ranks compare what they do by itself.
+        # In a job that heals, ranks repeat calls, and healing itself compares what they do.
         if self._connections is not None and self.compares_calls:
             calls = self.progress.calls
             self._connections.call = calls.begin(words, kind, replicas)
@@ -365,6 +366,7 @@ class Job(MeshGroups):
         if self._store is not None and not self.alone:
             self._agreements += 1
             key = f"{self._prefix}/agreement/{self._agreements}"
+            # Returns the ranks that have ended: none without a watch.
             gone = tuple if self._watch is None else self._watch.gone
             require_agreement(self._store, key, facts, self.timeout, gone)
 
@@ -413,6 +415,7 @@ class Job(MeshGroups):
         """
 
         def guarded() -> Any:
+            """Calls ``act`` as a collective call, whose failures all ranks hear of."""
             self.call(f"is {what}", kind=what)
             with self.guarded(lambda: what):
                 return act()

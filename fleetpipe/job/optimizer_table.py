@@ -146,9 +146,13 @@ def _is_plain(value: object) -> bool:
 def require_optimizer(optimizer: Optimizer, job: Job) -> None:
     """Refuses an optimizer that may need values which another rank holds.
 
+    Args:
+        optimizer: The optimizer, or a wrapper of one.
+        job: The current job.
+
     Raises:
-        ConfigError: It is not one of Paddle's; or it is in no table, ranks hold parts of a model,
-            and the script does not allow it.
+        ConfigError: The optimizer is not one of Paddle's; or it is in no table, ranks hold parts of
+            a model, and the script does not allow it.
     """
     *wrappers, base = wrapper_chain(optimizer)
     if not is_paddles(base):

@@ -126,7 +126,12 @@ def raising_version(function: Function) -> Function:
 
 
 def target_of(function: Function, args: tuple[Any, ...]) -> Tensor | None:
-    """Returns the tensor into which an operation writes; None if it writes into none."""
+    """Returns the tensor into which an operation writes; None if it writes into none.
+
+    Args:
+        function: The operation.
+        args: The positional arguments of its call.
+    """
     name = getattr(function, "__name__", "")
     if name == "assign_out_":
         return args[1]
@@ -361,6 +366,7 @@ def _size_property(size: Any) -> property:
     """
 
     def count(tensor: Tensor) -> Any:
+        """Returns the size of a tensor whose shape may be the listener's."""
         shape = tensor.shape
         is_plain = all(type(length) is int for length in shape)
         # Paddle's own property would turn the product into an int.
@@ -379,7 +385,12 @@ def _layer_setattr(choose: _Choice, put: Function) -> Function:
 
 
 def _pylayer_apply(choose: _Choice, apply: Any) -> Any:
-    """Returns a ``PyLayer.apply`` that calls the listener; Paddle's recompute is a PyLayer, too."""
+    """Returns a ``PyLayer.apply`` that calls the listener; Paddle's recompute is a PyLayer, too.
+
+    Args:
+        choose: Returns the listener of the calling thread.
+        apply: Paddle's own class method.
+    """
 
     def apply_class(kind: Any, *args: Any, **named: Any) -> Any:
         """Calls the listener for the ``PyLayer`` class ``kind``."""

@@ -71,7 +71,13 @@ class _Frame:
     )
 
     def __init__(self, header: Header, call: int, sent: int) -> None:
-        """Begins to read a message with a header that has come."""
+        """Begins to read a message whose header has come.
+
+        Args:
+            header: The header.
+            call: The kind of the sender's collective call, as the header's number.
+            sent: When the message was sent, in nanoseconds of the sender's clock.
+        """
         self.header = header
         self.call = call
         self.sent = sent
@@ -290,6 +296,7 @@ class Inbox:
                 if not self._receive(frame):
                     return None
                 continue
+            # A part is complete: the announcement, the tensors, or the reason of a goodbye.
             if frame.sealed and self._seal is not None:
                 self._seal.check(frame.sealed[:-1], frame.sealed[-1])
                 frame.sealed = []
@@ -329,7 +336,12 @@ class Inbox:
         return frame
 
     def _set_targets(self, frame: _Frame, memories: list[memoryview]) -> None:
-        """Makes ``memories`` the destination of the stream's next part, and adds its seal's."""
+        """Makes the stream fill ``memories`` next, and then, with a secret, the memory of a seal.
+
+        Args:
+            frame: The message that is being read.
+            memories: The memory of one part of it: its announcement, or its tensors.
+        """
         frame.targets = memories[::-1]
         if self._seal is not None and memories:
             frame.sealed = [*memories, memoryview(bytearray(SEAL_BYTES))]
@@ -351,6 +363,7 @@ class Inbox:
         """
         header = frame.header
         channel = self._channels.get(header.channel)
+        # As in :attr:`_Channel.header`.
         fields = (*header[1:4], header.structure, header.payload)
         if channel is None or fields != channel.header:
             raise TransportError(
@@ -396,6 +409,7 @@ class Inbox:
         """
         if self.ended:
             return False
+        # A small target is filled from the staging buffer, with whatever else has arrived.
         target = None if frame is None else frame.targets[-1]
         if target is None or len(target) < STAGING_BYTES:
             if self._begin:

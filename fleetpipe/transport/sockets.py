@@ -271,6 +271,7 @@ class SocketTransport:
         limit = Limit(timeout)
         while True:
             waiting = {p: c.outbox.backlog for p, c in self._connections.items()}
+            # The peers to which some bytes are not handed over yet.
             behind = [peer for peer, backlog in waiting.items() if backlog]
             if not behind:
                 return
@@ -298,7 +299,7 @@ class SocketTransport:
             return
         for connection in self._connections.values():
             connection.leave(reason)
-        # After a failure nobody takes what is left, and the peers are told by other means.
+        # After a failure nobody takes the messages that are left, so they are not waited for.
         limit = 0.0 if self._interrupted else CLOSING_SECONDS
         with contextlib.suppress(PipelineTimeout, TransportError):
             self.flush(limit)
@@ -326,6 +327,10 @@ class SocketTransport:
     def _raise_unconnected(self, peer: int, key: MessageKey) -> NoReturn:
         """Raises the error for a peer without a connection.
 
+        Args:
+            peer: The rank to send to, or to receive from.
+            key: The key of the message.
+
         Raises:
             TransportError: The peer is not another rank, or this transport is closed.
         """
@@ -338,6 +343,10 @@ class SocketTransport:
 
     def _make_room(self, connection: Connection, key: MessageKey) -> None:
         """Waits until less than ``backlog`` bytes wait for the peer of a connection.
+
+        Args:
+            connection: The connection.
+            key: The key of the message that is to be sent, for errors.
 
         Raises:
             PeerFailed: A rank died during the wait.

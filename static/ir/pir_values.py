@@ -332,6 +332,12 @@ class _BackwardGraph:
     """The graph of a stage's backward; an operation is its index in the stage's program."""
 
     def __init__(self, ops: Sequence[Op], forward: Collection[int]) -> None:
+        """Finds the operations of the backward, and which of them take which results.
+
+        Args:
+            ops: The operations of the stage's program.
+            forward: The indices of the forward's operations.
+        """
         self._ops = ops
         self._index_by_id = {op.id(): index for index, op in enumerate(ops)}
         self._backward = [
@@ -340,7 +346,7 @@ class _BackwardGraph:
             if index not in forward and not is_source(op) and not is_constant(op)
         ]
         self._backward_set = frozenset(self._backward)
-        #: The operations that take each result.
+        #: By result of the backward, the operations of the backward that take it.
         self._users: dict[tuple[int, int], list[int]] = {}
         for index in self._backward:
             for result in self._operand_results(index):
@@ -373,7 +379,7 @@ class _BackwardGraph:
         return DividedBackward(frozenset(inputs), frozenset(weights), tuple(sorted(crossing)))
 
     def _splits_list_of(self, index: int, producers: Collection[int]) -> bool:
-        """Returns whether an operation splits a list of tensors that one of ``producers`` made."""
+        """Returns whether operation ``index`` splits a list of tensors of one of ``producers``."""
         splits = self._ops[index].name() == "builtin.split"
         return splits and any(op in producers for op, _ in self._operand_results(index))
 
