@@ -3,7 +3,8 @@
 :class:`Sums` adds gradients to parameters: through autograd the first one in a batch and those with
 hooks, others in place. :class:`GradientArrivals` records which gradients a split backward computes
 in I, and which in W. A :class:`Crossing` shows where a stage may add gradients in another order
-than one graph of the whole model.
+than one graph of the whole model. The order of a sum matters to its bits if it has three or more
+terms: a sum of two has the same bits in both orders.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Sums:
         Args:
             grads: Pairs of parameter and gradient, each parameter once.
         """
+        # Those that cannot be added in place.
         rest = []
         for parameter, grad in grads:
             total = self.total(parameter)
@@ -65,10 +67,10 @@ class Sums:
             self.begun.update(id(parameter) for parameter, _ in rest)
 
     def total(self, parameter: Tensor) -> Tensor | None:
-        """Returns a parameter's gradient if others may be added to it in place; else None."""
+        """Returns a parameter's gradient if gradients may be added to it in place; else None."""
         if id(parameter) not in self.begun or not CAN_RUN_REDUCE_HOOKS or is_watched(parameter):
             return None
-        # A callback may have removed it in the middle of the batch.
+        # A callback may have removed the gradient in the middle of the batch.
         total = parameter.grad
         return total if total is not None and total.is_dense() else None
 
@@ -95,7 +97,7 @@ class _AddByAutograd(paddle.autograd.PyLayer):
     @staticmethod
     def forward(ctx: Context, take: Callable[[], list[Tensor]], *_parameters: Tensor) -> Tensor:
         """Returns a token that needs a gradient, so that backward reaches the parameters."""
-        # A function, since Paddle takes each tensor in a list for an input.
+        # A function and no list, since Paddle takes each tensor in a list for an input.
         ctx.take = take
         return token().detach()
 
@@ -111,8 +113,9 @@ def _add_by_autograd(grads: Sequence[tuple[Tensor, Tensor]]) -> None:
     parameters, gradients = map(list, zip(*grads))
     add: Callable[..., Tensor] = _AddByAutograd.apply
     with paddle.enable_grad():
-        total = add([gradients].pop, *parameters)
-    total.backward()
+        # ``pop`` is a function that returns the gradients.
+        result = add([gradients].pop, *parameters)
+    result.backward()
 
 
 def count_own_hook(parameter: Tensor) -> None:
@@ -133,13 +136,19 @@ def is_watched(parameter: Tensor) -> bool:
 
 
 class GradientArrivals:
-    """Records by hooks, in the first batch, whether parameters get gradients in I or in W."""
+    """Records by hooks, in the first batch, whether parameters get gradients in I or in W.
+
+    Actions are named by their kind: "I" computes input gradients, "W" weight gradients.
+    """
 
     def __init__(self) -> None:
         #: The kinds of action, I and W, in which each trainable parameter got gradients, by name.
         self.kinds: dict[str, set[str]] = {}
+        #: The parameters that have a hook, by name.
         self._parameters: dict[str, Tensor] = {}
+        #: The parameters that have a hook, each with the handle that removes it.
         self._handles: list[tuple[Tensor, Any]] = []
+        #: The stages whose parameters have hooks.
         self._stages: set[int] = set()
         #: The kind of the action that runs; "" between actions.
         self._kind = ""
@@ -150,22 +159,30 @@ class GradientArrivals:
         self._is_active = False
         for parameter, handle in self._handles:
             handle.remove()
+            # Only now, so that until here gradients went through autograd, and so to the hook.
             count_own_hook(parameter)
         self._handles.clear()
 
     def record(self, stage: int, kind: str, layers_of: LayersOf) -> AbstractContextManager[None]:
-        """Returns the context of an action, which records that parameters get gradients in it.
+        """Returns the context in which an action of a stage runs.
+
+        The context records which of the stage's parameters get gradients; after :meth:`stop` it
+        records nothing.
 
         Args:
             stage: The stage of the action.
             kind: The kind of the action: "I" or "W".
-            layers_of: Returns the layers of a stage.
+            layers_of: Returns the layers of a stage, by their numbers in the whole list.
         """
         return self._record(stage, kind, layers_of) if self._is_active else nullcontext()
 
     @contextmanager
     def _record(self, stage: int, kind: str, layers_of: LayersOf) -> Iterator[None]:
-        """Adds hooks to the stage's parameters, once, which record ``kind`` while it is open."""
+        """Records ``kind`` for each of the stage's parameters that gets a gradient in this context.
+
+        At the first action of a stage it adds the hooks that record. The arguments are those of
+        :meth:`record`.
+        """
         if stage not in self._stages:
             self._stages.add(stage)
             for index, layer in layers_of(stage).items():
@@ -184,7 +201,12 @@ class GradientArrivals:
         return {id(self._parameters[name]) for name, kinds in self.kinds.items() if len(kinds) > 1}
 
     def _watch(self, name: str, parameter: Tensor) -> None:
-        """Adds a hook that records in which kinds of action a parameter gets gradients."""
+        """Adds a hook that records in which kinds of action a parameter gets gradients.
+
+        Args:
+            name: The path of the parameter, which begins with the number of its layer.
+            parameter: The parameter; one that is frozen gets no hook.
+        """
         if parameter.stop_gradient:
             return
         self._parameters[name] = parameter
@@ -199,6 +221,10 @@ class GradientArrivals:
 
 class Meeting(NamedTuple):
     """A tensor of a stage at which several gradients may arrive, to be added up.
+
+    In backward, operations of the stage that use the tensor send gradients to it. If the tensor is
+    an output of the stage, a later stage sends one too. Outputs are numbered in the order in which
+    the stage sends them.
 
     Attributes:
         edges: The number of gradients that operations of the stage send to the tensor.
@@ -234,21 +260,29 @@ class Crossing(NamedTuple):
 
 
 def crossing_of(received: Sequence[Tensor], outputs: Sequence[Tensor]) -> Crossing:
-    """Walks the graph of a stage whose backward has run, and returns its crossing.
+    """Walks the backward graph of a stage, after the backward, and returns the stage's crossing.
 
     Args:
-        received: The received tensors that need a gradient.
+        received: The tensors that the stage received and that need a gradient.
         outputs: The tensors that the stage sent; of the last stage, its loss.
+
+    Returns:
+        A meeting for each received tensor, in the order of ``received``; and one for each tensor at
+        which three or more gradients may meet on the way back from several outputs. An output
+        counts for more than one gradient, since later stages may send the sum of several.
     """
     roots = [tensor.grad_fn for tensor in outputs]
     # Paddle never frees a node that Python refers to; after backward these nodes hold no tensors.
+    # The nodes that the backward of each output reaches.
     reach = [find_nodes([root], set()) for root in roots]
     steps = [(node, target) for node in set().union(*reach) for target in next_nodes(node)]
+    # The number of gradients that arrive at each node, which stands for a tensor.
     edges = Counter(target for _, target in steps)
     # The layers of a stage take copies of received tensors: their gradients meet at the copy.
     copies = {target: node for node, target in steps if node.name() == "AssignGradNode"}
 
     def meeting(node: GradNode, outputs_at_node: Sequence[int]) -> Meeting:
+        """Returns the meeting at the tensor of a node, which is the outputs of these numbers."""
         ways = tuple(index for index, nodes in enumerate(reach) if node in nodes)
         return Meeting(edges[node], tuple(outputs_at_node), ways)
 
@@ -265,7 +299,8 @@ def crossing_of(received: Sequence[Tensor], outputs: Sequence[Tensor]) -> Crossi
         meeting(node, [i for i, root in enumerate(roots) if root == node])
         for node in received_nodes
     ]
-    joined = (one for one in meetings if len(one.ways) > 1 and (one.outputs or one.edges > 2))
+    # Only three or more gradients have several orders.
+    joined = (m for m in meetings if len(m.ways) > 1 and (m.outputs or m.edges > 2))
     return Crossing(tuple(arrivals), tuple(sorted(joined)))
 
 
@@ -274,17 +309,22 @@ def reordered(crossings: Mapping[int, Crossing]) -> list[int]:
 
     Args:
         crossings: The crossings of all stages of a chain, by stage.
+
+    Returns:
+        The numbers of the stages, in ascending order.
     """
     stages = []
     # The number of gradients that one graph of the model adds up at each output of the stage.
     sums: list[int] = []
     for stage in sorted(crossings, reverse=True):
+        # The loss, the only output of the last stage, has one gradient.
         crossing, count = crossings[stage], sums or [1]
         ways = (i for meetings in crossing for meeting in meetings for i in meeting.ways)
         outputs = 1 + max(ways, default=0)
         if outputs > len(count):
             # A captured model also has edges to later stages, whose gradients may all be sums.
             count = [2] * outputs
+        # Three or more gradients meet, and come from several outputs.
         if any(
             meeting.edges + sum(count[i] for i in meeting.outputs) > 2
             and sum(count[i] > 0 for i in meeting.ways) > 1

@@ -1,7 +1,8 @@
 """Measures the time and memory of each layer of a stage, separately, on its real input.
 
 A layer runs forward and backward several times as if it were a stage, on detached copies of its
-input; then its output is the input of the next layer. Start with :class:`LayerMeter`.
+input; then its output is the input of the next layer. F is its forward, B a full backward; I and W
+are the input and weight gradients of a split backward. Start with :class:`LayerMeter`.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ _SPLIT_SCHEDULE, _FULL_SCHEDULE = (
 class Sample(NamedTuple):
     """The cost of one run of a layer, in seconds and bytes; :class:`LayerCost` has these fields.
 
-    ``free`` are the bytes of the output that the layer's own graph does not save. ``input_grad``
-    and ``weight_grad`` are None if they were not measured. Exchanges with other ranks are counted
-    over F and B together.
+    ``split_forward`` are the seconds of an F that is followed by I and W, and ``free`` the bytes of
+    the output that the layer's own graph does not save. ``input_grad`` and ``weight_grad`` are None
+    if they were not measured. Exchanges with other ranks are counted over F and B together.
     """
 
     forward: float
@@ -117,10 +118,13 @@ class LayerMeter:
         self._units, self._count = units, count
         self._measures_split = splits and units.count == 1
         self._calls_of, self._layers_of = calls_of, layers_of
+        #: Makes each layer a stage, so that a runner can run it alone.
         self._one_layer_per_stage = Partition(
             tuple(range(count + 1)), "each", (LayerInfo(""),) * count
         )
+        #: The meter of each unit and layer, by the keys of ``samples``.
         self._meters: dict[tuple[int, int], _Meter] = {}
+        #: The runner of each stage, after the functions for which it was made.
         self._runners: dict[int, tuple[Functions, StageRunner]] = {}
         #: Whether each layer that has run writes into its input, by number.
         self._writes: dict[int, bool] = {}
@@ -149,7 +153,7 @@ class LayerMeter:
         return run
 
     def _runner(self, stage: int, functions: Functions) -> StageRunner:
-        """Returns the runner for single layers of a stage, which has these functions now."""
+        """Returns the runner for single layers of a stage, which runs ``functions`` now."""
         runner = self._runners.get(stage)
         if runner is None or runner[0] != functions:
             runner = self._runners[stage] = (
@@ -161,7 +165,17 @@ class LayerMeter:
     def _run_layer(
         self, runner: StageRunner, number: int, value: Nest, micro_batch: GlobalMicroBatch | None
     ) -> Nest:
-        """Runs layer ``number``; copies its input, which costs time, only if it writes into it."""
+        """Runs a layer, and returns its output; ``value`` stays unchanged.
+
+        To copy the input costs time, so only a layer that writes into its input gets copies. The
+        first run of a layer finds out whether it does.
+
+        Args:
+            runner: The runner for single layers of the layer's stage.
+            number: The number of the layer in the whole list.
+            value: The input of the layer.
+            micro_batch: The micro-batch of the input.
+        """
         if self._writes.get(number):
             return runner.function(number)(value, micro_batch)
         copies = {} if number in self._writes else copies_of(value)
@@ -187,7 +201,7 @@ class LayerMeter:
         self.samples[index, self._count].append(sample._replace(output=0, saved=0))
 
     def _new_meter(self, index: int, function: Callable[..., Nest], layer: Functions) -> _Meter:
-        """Returns a meter of a function; ``layer`` has the layer if its backward can be split."""
+        """Returns a meter of a layer or function; the arguments are those of :class:`_Meter`."""
         return _Meter(function, layer, self._measures_split, self._units, index)
 
 
@@ -217,15 +231,17 @@ class _Meter:
             units: Cuts micro-batches into units.
             index: The number of the unit in its micro-batch.
         """
-        # Later units of the micro-batch send gradients to the values that this one keeps for them.
-        self._measures_split, self._gets_later_gradients = splits, index < units.count - 1
+        self._measures_split, self._has_later_units = splits, index < units.count - 1
+        #: Returns a context in which the layer runs a unit once more; see :meth:`Units.again`.
         self._unit_again = units.again
         # On a CPU the thread's processor time, in which other load does not count.
         self._clock = device_clock(time.thread_time)
         self._recomputed_piece = RecomputedPiece("", [function])
         self._split_backward = SplitBackward(_SPLIT_SCHEDULE, lambda _: layer)
         self._full_backward = SplitBackward(_FULL_SCHEDULE, lambda _: layer)
+        #: Whether the first and slower run is over.
         self._is_warm = False
+        #: The bytes of the output that the layer's own graph does not save.
         self._unsaved = 0
 
     def sample(self, box: list[Nest], micro_batch: GlobalMicroBatch | None) -> tuple[Nest, Sample]:
@@ -271,30 +287,37 @@ class _Meter:
         return output, sample
 
     def _run_full(self, run: Callable[[Nest], Nest], value: Nest) -> tuple[float, float, int, int]:
-        """Runs F and B.
+        """Runs F and B of the layer.
+
+        Args:
+            run: Runs the layer.
+            value: Its input.
 
         Returns:
-            The seconds of F and of B, the bytes saved between them, and the bytes used temporarily.
+            The seconds of F and of B, the bytes saved between them, and the most bytes that one of
+            them used temporarily.
         """
         value = map_tensors(leaf_like, value)
         before = allocated_bytes()
         restart_peak()
         begin = self._clock()
-        with self._unit_again() as kept, self._full_backward.recording(0, _FIRST_MICRO_BATCH):
+        full = self._full_backward
+        with self._unit_again() as for_later_units, full.recording(0, _FIRST_MICRO_BATCH):
             output = run(value)
         forward = self._clock() - begin
         held = max(allocated_bytes() - before, 0)
         working = max(peak_bytes() - before - held, 0)
         roots, ones = _gradients_for(output, value)
-        if self._gets_later_gradients:
-            # The gradients that later units send to kept values wait for this unit's backward.
-            kept_roots, kept_ones = _gradients_for(list(kept.values()), None)
-            roots, ones, held = roots + kept_roots, ones + kept_ones, held + bytes_of(kept_roots)
+        if self._has_later_units:
+            # Later units send gradients to the values that layers keep for them in this unit, such
+            # as keys of attention. These gradients are saved until this unit's backward.
+            later_roots, later_ones = _gradients_for(list(for_later_units.values()), None)
+            roots, ones, held = roots + later_roots, ones + later_ones, held + bytes_of(later_roots)
         before_backward = allocated_bytes()
         restart_peak()
         begin = self._clock()
         if roots:
-            with self._full_backward.in_backward(0, _FIRST_MICRO_BATCH):
+            with full.in_backward(0, _FIRST_MICRO_BATCH):
                 paddle.autograd.backward(roots, ones)
         backward = self._clock() - begin
         return forward, backward, held, max(working, peak_bytes() - before_backward)
@@ -302,13 +325,14 @@ class _Meter:
     def _run_split(
         self, run: Callable[[Nest], Nest], value: Nest
     ) -> tuple[float, float, float, int, int]:
-        """Runs F, I and W.
+        """Runs F, I and W of the layer; the arguments are those of :meth:`_run_full`.
 
         Returns:
-            The seconds of each, the bytes saved between F and I, and those between I and W.
+            The seconds of F, of I and of W, the bytes saved between F and I, and those between I
+            and W.
         """
         split, before_copies = self._split_backward, allocated_bytes()
-        # Copies that nothing else refers to: it is measured whether they are kept until W.
+        # Copies that nothing else refers to: the bytes between I and W show if W needs the input.
         value = map_tensors(lambda tensor: leaf_like(tensor, copied=True), value)
         before = allocated_bytes()
         begin = self._clock()
@@ -336,10 +360,14 @@ class _Meter:
         return forward, input_grad, weight_grad, held, waiting
 
     def _unsaved_bytes(self, run: Callable[[Nest], Nest], value: Nest) -> int:
-        """Returns the bytes of a layer's output that its graph does not save for backward."""
+        """Returns the bytes of the layer's output that its graph does not save for backward.
+
+        The arguments are those of :meth:`_run_full`.
+        """
         with self._unit_again():
             output = run(map_tensors(leaf_like, value))
-        # The sums keep the graph alive; Python's references to its nodes would never free it.
+        # The sums keep the graph alive without the output. References of Python's to the nodes of
+        # the graph would do so too, but Paddle would never free these nodes.
         roots = [tensor.sum() for tensor in differentiable(output, roots=True)]
         before = allocated_bytes()
         del output
@@ -379,7 +407,13 @@ def slowest(samples: Iterable[Sequence[Any]]) -> Sample:
 
 
 def _combine(samples: Iterable[Sequence[Any]], choose: Callable[[Iterable[Any]], Any]) -> Sample:
-    """Combines each figure of some samples by ``choose``; the loads of experts are added up."""
+    """Combines some samples of a layer into one.
+
+    Args:
+        samples: The samples, or sequences of their fields.
+        choose: Combines the values of each field, such as ``min``. The loads of experts, the last
+            field, are added up instead; a field that any sample lacks (None) is None.
+    """
     *figures, loads = zip(*samples)
     chosen = [None if None in of_samples else choose(of_samples) for of_samples in figures]
     total_loads = [[*map(sum, zip(*of_mixture))] for of_mixture in zip(*loads)]
@@ -417,7 +451,10 @@ def layer_costs(
 def state_bytes(
     uses: Iterable[Iterable[Tensor]], names: Mapping[str, Tensor]
 ) -> list[tuple[int, int, int]]:
-    """Returns for each layer the bytes of its trained tensors, untrained ones, and trained experts.
+    """Returns the bytes of the state of each layer.
+
+    For each layer there are three numbers: the bytes of its trained tensors, those of its untrained
+    tensors, and those of the trained tensors that are of experts.
 
     Args:
         uses: The tensors of each layer; a tensor counts for the first layer that has it.

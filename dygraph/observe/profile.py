@@ -2,7 +2,9 @@
 
 Whole stages run as in a real batch, and layers are measured separately; then the times of a stage's
 layers are scaled to add up to the stage's time. If the schedule cuts sequences, each sequence chunk
-(unit) of a micro-batch is measured in the same way. Start with :func:`measure`.
+(unit) of a micro-batch is measured in the same way. Work is named by a letter: F is forward, B a
+full backward, I and W its input and weight gradients, S and R a send and a receive. Start with
+:func:`measure`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from fleetpipe.schedules import Placement
 #: The usual cost of transfers, in seconds, where one process plays all ranks and measures none.
 TYPICAL = Transfer(sending=7e-5, receiving=9e-5, per_byte=6e-10)
 
-#: At most so many micro-batches of a batch are measured.
+#: The most micro-batches of a batch that are measured.
 MOST_MICRO_BATCHES = 8
 
 #: One sample for each layer, by the number of the unit in its micro-batch and that of the layer.
@@ -57,7 +59,7 @@ def measure(
     run = measuring.Runs(layers, job, data, weights[:MOST_MICRO_BATCHES])
     cut = units.count > 1
     with _model_restored(layers):
-        # Layers are measured last, because the stages are warm then.
+        # Layers are measured last, when the first and slower runs of the stages are over.
         process = run.process()
         latency = run.latency()
         whole, split = run.stages("B"), run.stages("IW")
@@ -96,26 +98,34 @@ def measure(
 
 
 def _merge_ranks(job: Job, samples: measuring.Samples) -> _MergedSamples:
-    """Returns a sample of each layer and unit: the fastest run, on the slowest rank. Collective."""
-    here = [[*key, [list(sample) for sample in measured]] for key, measured in samples.items()]
+    """Returns one sample for each layer and unit of the whole model. Collective.
+
+    First each figure is the smallest of all runs on a rank, and the ranks of this pipeline exchange
+    their layers' samples. Then each figure is the largest over the ranks that compute a layer
+    together, such as those along mp, because they wait for the slowest of them.
+
+    Args:
+        job: The job of this process.
+        samples: The samples of this process's layers, one for each run.
+    """
+    here = [[*key, [list(sample) for sample in runs]] for key, runs in samples.items()]
     fastest = {
-        (unit, number): layer_meter.fastest(measured)
+        (unit, layer): layer_meter.fastest(runs)
         for of_rank in job.group().all_gather(here)
-        for unit, number, measured in of_rank
+        for unit, layer, runs in of_rank
     }
-    # Now of the ranks that compute each layer together.
     of_ranks = measuring.computing_together(job).all_gather(
         [[*key, list(sample)] for key, sample in fastest.items()]
     )
-    by_layer: dict[tuple[int, int], list[list[float | None]]] = {}
+    samples_of_ranks: dict[tuple[int, int], list[list[float | None]]] = {}
     for of_rank in of_ranks:
-        for unit, number, figures in of_rank:
-            by_layer.setdefault((unit, number), []).append(figures)
-    return {key: layer_meter.slowest(figures) for key, figures in by_layer.items()}
+        for unit, layer, sample in of_rank:
+            samples_of_ranks.setdefault((unit, layer), []).append(sample)
+    return {key: layer_meter.slowest(of_layer) for key, of_layer in samples_of_ranks.items()}
 
 
 def _layer_ranges(layers: PipelineLayer) -> list[tuple[int, int]]:
-    """Returns the first and the last layer + 1 of each stage; the loss counts as a layer."""
+    """Returns the first layer of each stage, and the one after its last; the loss is a layer."""
     bounds = [*layers.partition.boundaries[:-1], len(layers.partition.layers) + 1]
     return list(itertools.pairwise(bounds))
 
@@ -140,9 +150,13 @@ def _whole_costs(
         sizes: The bytes of each layer's state, by number, as of :func:`layer_meter.state_bytes`.
         whole: The times of stages with B.
         split: The times of stages with I and W.
+
+    Returns:
+        The costs of the layers in order, then those of the loss.
     """
     scaled: list[layer_meter.Sample] = []
     for stage, (start, end) in enumerate(_layer_ranges(layers)):
+        # A forward before a split backward may take longer: that time counts as part of I.
         slower = max(split["F", stage, 0] - whole["F", stage, 0], 0.0)
         scaled += _scale(
             [samples[0, number] for number in range(start, end)],
@@ -159,7 +173,14 @@ def _whole_costs(
 def _slice_costs(
     layers: PipelineLayer, samples: _MergedSamples, times: measuring.StageTimes, index: int
 ) -> tuple[LayerCost, ...]:
-    """Returns the costs of all layers, and of the loss, for unit ``index`` of a micro-batch."""
+    """Returns the costs of all layers, and of the loss, for one unit of a micro-batch.
+
+    Args:
+        layers: The model.
+        samples: The sample of each layer and unit.
+        times: The times of stages with B, for each unit.
+        index: The number of the unit in its micro-batch.
+    """
     scaled: list[layer_meter.Sample] = []
     for stage, (start, end) in enumerate(_layer_ranges(layers)):
         scaled += _scale(
@@ -177,9 +198,12 @@ def between_ranks(
 
     Args:
         placement: The rank of each stage.
-        whole: The times of stages.
+        whole: The times of stages with B, sends and receives.
         outputs: The bytes that each stage but the last sends.
         latency: The seconds that a message takes; None if nothing was sent.
+
+    Returns:
+        The cost of the link, and the time for which a transfer keeps its two ranks busy.
     """
     if latency is None:
         return Link(), TYPICAL
@@ -187,8 +211,8 @@ def between_ranks(
     copying = TYPICAL.per_byte * statistics.mean(sizes)
     # Each micro-batch crosses twice: as a value, and as its gradient.
     sending, receiving = (
-        sum(seconds for (kind, *_), seconds in whole.items() if kind == way) / (2 * len(sizes))
-        for way in "SR"
+        sum(seconds for (kind, *_), seconds in whole.items() if kind == letter) / (2 * len(sizes))
+        for letter in "SR"
     )
     fixed = max(sending - copying, 0.0), max(receiving - copying, 0.0)
     return Link(latency, 0.0), Transfer(*fixed, TYPICAL.per_byte)
@@ -210,7 +234,10 @@ def _scale(samples: list[layer_meter.Sample], **measured: float) -> list[layer_m
 
 @contextmanager
 def _model_restored(layers: PipelineLayer) -> Iterator[None]:
-    """At its end, restores the model, its gradients and the random states."""
+    """Restores the model, its gradients and the random states at the end of this context.
+
+    When the context begins, it drops the gradients and puts the layers into training mode.
+    """
     parameters = layers.trained_parameters()
     values = [(p, p.clone()) for p in layers.state.own_parameters().values()]
     models = (layers, layers.with_modes)

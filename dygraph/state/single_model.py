@@ -57,14 +57,22 @@ def copy_layers(value: _Layers, layers: Iterable[Any], shared: Iterable[Tensor] 
 
 
 class SingleModel(ModelWithParts):
-    """All layers of a pipeline's list in one Layer, with the same names of parameters."""
+    """All layers of a pipeline's list in one Layer, with the same names of parameters.
+
+    Args:
+        built: All layers of the list, as built in this process.
+        loss_fns: The loss functions of the pipeline. A loss function may take extra values of the
+            layers besides the model's output, such as auxiliary losses of experts: then the layers
+            add these to their outputs, as in the pipeline.
+    """
 
     def __init__(self, built: Built, loss_fns: Sequence[Any] = ()) -> None:
-        """Takes all layers of the list, and the loss functions, which may take extra values."""
         super().__init__()
         loss = find_loss_with_extra_values(loss_fns)
         functions = loss.carrying(built.functions, loss_fns) if loss else built.functions
+        #: The layers and functions to call, in order.
         self._functions = list(functions.values())
+        #: The uses of parameters that have gradients of their own; see :meth:`begin_uses`.
         self._uses: Uses | None = None
         built.register(self)
 
@@ -72,7 +80,12 @@ class SingleModel(ModelWithParts):
     def changed_before(
         self, layers: Collection[int], change: Callable[[int, Nest], Nest]
     ) -> Iterator[None]:
-        """While it is open, ``change(layer, value)`` replaces the input of each of ``layers``."""
+        """Changes the inputs of some layers while this context is open.
+
+        Args:
+            layers: The numbers of the layers in the list.
+            change: ``change(layer, value)`` returns the input of a layer in place of ``value``.
+        """
         functions = list(self._functions)
         for index in layers:
             self._functions[index] = _call_after(functools.partial(change, index), functions[index])
@@ -82,7 +95,10 @@ class SingleModel(ModelWithParts):
             self._functions = functions
 
     def begin_uses(self) -> Uses:
-        """Gives each use of a parameter its own gradient, until :meth:`Uses.end` is called."""
+        """Gives each use of a parameter by a layer a gradient of its own; returns the uses.
+
+        It ends when :meth:`Uses.end` of the result is called.
+        """
         parameters = {n: parameters_of(function) for n, function in enumerate(self._functions)}
         self._uses = Uses({0: parameters}, lambda n, p: find_in_layers(self._functions[n], p), [])
         return self._uses
@@ -92,7 +108,8 @@ class SingleModel(ModelWithParts):
         return hidden_buffers(dict(enumerate(self._functions)))
 
     def forward(self, value: Nest) -> Nest:
-        """Calls each function with the result of the previous one."""
+        """Calls each function with the result of the previous one, and returns the last result."""
+        # The random seeds of a batch: with them the layers draw what the pipeline's layers draw.
         keys = random_keys.current()
         for index, function in enumerate(self._functions):
             if keys is not None:
@@ -113,9 +130,10 @@ def single_model(
         loss_fns: The loss functions, which may take extra values of the layers.
 
     Raises:
-        ConfigError: A built layer holds shards, which cannot be made whole.
+        ConfigError: A built layer holds shards, from which no full tensor can be made.
     """
     by_number = dict(enumerate(entries))
+    # All entries but descriptions of layers.
     built = {i: e for i, e in by_number.items() if not hasattr(e, "build_layer")}
     tensor_parallel.refuse_shards(built)
     by_number.update(copy_layers(built, built.values()))
