@@ -65,7 +65,7 @@ class Recovery(Protocol):
             model: The model that is trained.
             scaler: Its ``GradScaler``, or None.
             guards: Every how many steps guards compare the ranks; 0 for never.
-            drawn: Whether the batch comes from a function.
+            drawn: Whether the script passes a function that returns a batch, in place of a batch.
         """
 
     def refuse(self, why: str) -> None:
@@ -91,7 +91,8 @@ class Recovery(Protocol):
 
         Args:
             why: What the new process could not repeat.
-            alone: Whether that is so only outside of :meth:`share`.
+            alone: Whether it could repeat that within :meth:`share`, so that nothing is refused
+                there.
         """
 
     def share(
@@ -220,7 +221,8 @@ class Job(MeshGroups):
         Args:
             stages: The stages of this process.
             samples: Rows of a step of one replica.
-            held_cap: The most forwards whose activations it may hold at once; None: no limit.
+            held_cap: The most forwards whose activations this process may hold at once; None: no
+                limit.
         """
         progress = self.progress
         progress.stages, progress.shard = tuple(stages), self.shard[0]
@@ -243,6 +245,9 @@ class Job(MeshGroups):
 
         Args:
             ranks: The pipeline's ranks, by their numbers in the job.
+
+        Returns:
+            The transports by rank in the pipeline: one in a launched job, else those of all ranks.
         """
         if self._connections is None:
             from fleetpipe.transport import MemoryHub
@@ -400,9 +405,9 @@ class Job(MeshGroups):
         Args:
             what: What ``act`` does, for messages.
             act: Exchanges values with the other ranks; it can be repeated.
-            pass_over: Makes the changes of ``act`` in this process, such as those of random
-                streams, where the other ranks called ``act`` before this process replaced one of
-                them; None for none.
+            pass_over: Called instead of ``act`` in a process that replaces a rank, if the other
+                ranks have already called ``act``: makes the changes of ``act`` in this process,
+                such as those of random streams. None if there are none.
         """
         return act() if self.healing is None else self.healing.share(what, act, pass_over)
 

@@ -113,6 +113,7 @@ def initializer_of(parameter: Tensor) -> Any:
     """
     if parameter._init_func is None:
         return None
+    # ``_init_func`` is a partial of a method of the initializer.
     initializer = copy.copy(parameter._init_func.func.__self__)
     for fan, size in zip(("_fan_in", "_fan_out"), parameter.shape):
         if hasattr(initializer, "_fan_out") and getattr(initializer, fan) is None:
@@ -446,6 +447,7 @@ def watch_pylayers(
         return
     original = backward_class.backward
 
+    # Paddle creates an object of the class in the forward of each call, as its context.
     def init(context: Any) -> None:
         context.noted_forward = note_forward(context._forward_cls)
 

@@ -138,12 +138,13 @@ class LayerCost:
     loads: tuple[tuple[int, ...], ...] = ()
 
     def exchange(self, link: Link) -> float:
-        """Returns the seconds that the exchanges of F, and of B or I, take over a link."""
+        """Returns the seconds that exchanges over a link take in F; in B or I they take as many."""
+        # Half of the time of all exchanges, which are those of F and of B together.
         return (link.latency * self.exchanges + link.per_byte * self.exchanged) / 2
 
     def with_exchanges(self, link: Link) -> LayerCost:
         """Returns the layer's costs with the time of its exchanges over a link added."""
-        half = self.exchange(link)
+        half = self.exchange(link)  # of F, and again of B or I
         if not half:
             return self
         times = {name: getattr(self, name) for name in ("forward", "backward", "input_grad")}

@@ -145,7 +145,7 @@ class _RowChecker:
             self.needs["W", stage] = ()
 
     def _add_marks(self, subject: int | Edge, *kinds: str) -> None:
-        """Adds marks, all 0, for operations of these kinds on a stage or an edge."""
+        """Adds marks, all 0, for operations of these kinds; ``subject`` is a stage or an edge."""
         for kind in kinds:
             self.marks[kind, subject] = bytearray(self.plan.units)
 
@@ -377,6 +377,7 @@ class _RendezvousReplay:
     """
 
     def __init__(self, plan: PlanRows) -> None:
+        """Puts each rank before its first operation, at time 0."""
         self.plan = plan
         self.positions = [0] * len(plan.ops)
         self.clock = [0] * len(plan.ops)

@@ -236,6 +236,9 @@ class SocketTransport:
     def _has_any(self, messages: Sequence[tuple[int, MessageKey]]) -> bool:
         """Reads what the peers have sent; returns whether one of the messages has come.
 
+        Args:
+            messages: The messages, each as the rank that sends it and its key.
+
         Raises:
             PeerFailed: A peer is gone, and none of the messages has come.
         """
@@ -261,7 +264,10 @@ class SocketTransport:
         return messages, sum(connection.outbox.backlog for connection in connections)
 
     def flights(self) -> dict[int, float]:
-        """Returns the seconds of :meth:`inbox.Inbox.flight` by peer, where there are any."""
+        """Returns by peer the seconds that a message took: see :meth:`inbox.Inbox.flight`.
+
+        Peers of which no message has come since the last call are left out.
+        """
         connections = self._connections.items()
         flights = {peer: connection.inbox.flight() for peer, connection in connections}
         return {peer: flight for peer, flight in flights.items() if flight is not None}

@@ -144,6 +144,7 @@ class Local:
         attempt_files.require_space(self._home)
         if self._options.nproc_per_node is not None:
             remove_logs_beyond(Path(self._options.log_dir), self._options.nproc_per_node)
+        # Such as "rank 1 raised", without the error's text.
         culprit = "" if attempt.failed is None else attempt.failed.culprit.partition(": ")[0]
         reason = f"attempt {attempt.number}, since {culprit}" if culprit else ""
         self._board.begin(self._home, attempt.restarts, reason)
