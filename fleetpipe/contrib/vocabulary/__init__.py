@@ -196,7 +196,7 @@ def _mark_part(parameter: Tensor, part: PartOfWhole) -> Tensor:
 
 
 class DeferredLogits(NamedTuple):
-    """The output of a model that is whole in one process; the loss computes the logits from it.
+    """The output of a model that is whole in one process, from which the loss computes the logits.
 
     Attributes:
         hidden: The input of the head, [.., hidden].
@@ -272,7 +272,8 @@ class VocabularyPart(paddle.nn.Layer):
     def statistics(self, hidden: Tensor, label: Tensor) -> Tensor:
         """Returns three numbers for each row, [3, rows].
 
-        They are log(sum(exp(logits))), the label's logit, and 1 if the label is in this part.
+        They are log(sum(exp(logits))); the label's logit, or 0 if the label is in another part; and
+        1 if the label is in this part, else 0.
 
         Args:
             hidden: The hidden values, [.., hidden].
@@ -290,6 +291,7 @@ class VocabularyPart(paddle.nn.Layer):
             )
         rows = hidden.reshape([-1, hidden.shape[-1]])
         local = label.detach().reshape([-1, 1]) - self.rows[0]
+        # ``local``: the labels' rows in this part, which are out of its range for other labels.
         compute: Callable[..., Tensor] = _Statistics.apply
         biases = [] if self.bias is None else [self.bias]
         return compute(self._part.cut.axis, rows, getattr(self, self._weight_name), local, *biases)
@@ -325,10 +327,12 @@ class EmbeddingInParts(paddle.nn.Layer):
 
 
 class _Statistics(paddle.autograd.PyLayer):
-    """Computes what :meth:`VocabularyPart.statistics` returns from one part of the logits.
+    """Computes what :meth:`VocabularyPart.statistics` returns, from one part of the logits.
 
-    Backward needs one buffer of the size of these logits: their exponentials, which are
-    overwritten by the gradient.
+    Its arguments: the axis of the vocabulary in the weight; the hidden values [rows, hidden]; the
+    weight; the labels' rows in this part [rows, 1], out of its range for labels of other parts; and
+    the bias, if there is one. Backward needs one buffer of the size of these logits: their
+    exponentials, which are overwritten by the gradient.
     """
 
     @staticmethod
@@ -372,10 +376,10 @@ class _Statistics(paddle.autograd.PyLayer):
 
 
 def vocabulary_loss(value: Nest) -> Nest:
-    """Passes the results of the parts to the loss function, as a tuple.
+    """Returns the results of the parts as a tuple, which the loss function takes.
 
-    This is the function of the last stage, which has no layers. If layers are recomputed, a tuple
-    of one part arrives as that part alone.
+    This is the function of the last stage, which has no layers. If layers are recomputed, the
+    result of a single part arrives without its tuple.
     """
     return value if isinstance(value, tuple) else (value,)
 
@@ -401,7 +405,7 @@ def refuse_whole_logits(losses: Sequence[Any]) -> None:
             )
 
 
-#: A pipeline calls it with the loss functions if this is its last entry.
+#: A pipeline calls this function with its loss functions if ``vocabulary_loss`` is its last entry.
 vocabulary_loss.require_losses = refuse_whole_logits  # type: ignore[attr-defined]
 
 
@@ -485,7 +489,7 @@ class VocabularyLoss:
             )
         self.ignore_index, self.reduction = ignore_index, reduction
         kind: Any = paddle.nn.CrossEntropyLoss
-        #: Paddle's loss that counts the same positions.
+        #: Paddle's loss that counts the same positions; the pipeline weights by its options.
         self.declares = kind(ignore_index=ignore_index, reduction=reduction)
 
     def __call__(self, output: Nest, label: Tensor) -> Tensor:
@@ -505,19 +509,32 @@ class HeadBorders(Chain):
     """
 
     def __init__(self, placement: Placement) -> None:
+        """Finds the stages around the head: a stage for each part, and the last for the loss."""
         super().__init__(placement)
         self._before_head, self._loss = placement.body - 1, placement.stages - 1
 
     def join(self, values: Values) -> Nest:
-        """Returns the input of a stage: one value, or for the loss a tuple of the parts' values."""
-        of_loss = next(iter(values)).target == self._loss
-        return tuple(values.values()) if of_loss else super().join(values)
+        """Returns the input of a stage: one value, or for the loss a tuple of the parts' values.
+
+        Args:
+            values: By edge into the stage, the value that arrived.
+        """
+        is_for_loss = next(iter(values)).target == self._loss
+        return tuple(values.values()) if is_for_loss else super().join(values)
 
     def split(self, stage: int, output: Nest, labels: Nest) -> Values:
-        """Returns the output as the value of each edge; for the parts with the labels.
+        """Returns by edge out of a stage the value that is sent along it, as ``Borders`` does.
+
+        The value is the stage's output; from the last stage before the head, which sends to all
+        parts, a pair of the output and the classes.
+
+        Args:
+            stage: The stage.
+            output: What the stage has computed.
+            labels: The labels of the micro-batch: classes, in the first of their tensors.
 
         Raises:
-            BoundaryError: There are no labels.
+            BoundaryError: The parts need labels, and there are none.
         """
         if stage == self._before_head:
             classes = next(tensors_of(labels), None)
@@ -546,9 +563,11 @@ def with_whole_head(
         group: Returns the group of ranks that hold the stages.
 
     Returns:
-        The layer, or the parts of the layer, by the number in the file's name.
+        By the number in a file's name, the layer or the parts of the layer. A head has the number
+        of its first part.
     """
     whole: dict[int, Layer | LayerInParts] = {}
+    # By name of a parameter of the head, the parts of this process.
     parts: dict[str, list[Tensor]] = {}
     for index, layer in layers.items():
         if isinstance(layer, EmbeddingInParts):
