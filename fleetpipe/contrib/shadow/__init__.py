@@ -87,19 +87,29 @@ class Shadow(BatchObserver):
     """Compares a captured pipeline with its plain, uncaptured model for a number of batches."""
 
     def __init__(self, pipeline: PipelineParallel, captures: StagedCaptures, batches: int) -> None:
-        """Prepares to compare the first ``batches`` batches."""
+        """Prepares the comparison.
+
+        Args:
+            pipeline: The captured pipeline.
+            captures: The captures of the plain model's forward, by which its stages run.
+            batches: The number of batches that are compared, the first ones.
+        """
         self._pipeline, self._pipe = pipeline, pipeline.layers
         self._captures, self._batches = captures, batches
+        #: The copy of the plain model that is trained; None before the first batch.
         self._reference: Reference | None = None
-        #: The attributes of all layers when the model was copied.
+        #: Marks of the attributes of all layers when the model was copied.
         self._marks_of_copy: Marks = {}
+        #: The batch that runs; None if it is not compared.
         self._batch: _TrainedBatch | None = None
+        #: How many batches are compared so far, and how many seconds that took.
         self._number = 0
         self._seconds = 0.0
         #: The names of the parameters whose memory the copy shares.
         self._sharing_memory: set[str] = set()
         #: By name the digests of the buffers after the last batch.
         self._digests_left: dict[str, str] = {}
+        #: Whether copies of the optimizer step the reference, to compare the updates.
         self._copies_optimizer = False
         #: Why the plain model failed on the batch; the pipeline's stages may fail on it too.
         self._failure: str | None = None
@@ -138,8 +148,8 @@ class Shadow(BatchObserver):
         try:
             loss = self._train(reference, everyone, batch)
         except Exception as error:
-            lacks = isinstance(error, MemoryError) or "ResourceExhausted" in str(error)
-            failure = _NO_MEMORY if lacks else str(error).partition("\n")[0]
+            lacks_memory = isinstance(error, MemoryError) or "ResourceExhausted" in str(error)
+            failure = _NO_MEMORY if lacks_memory else str(error).partition("\n")[0]
         self._failure = _first_found(failure)
         if self._failure == _NO_MEMORY:
             self._end_if_impossible(_NO_MEMORY)
@@ -281,20 +291,22 @@ class Shadow(BatchObserver):
         made: there is no memory for the whole state twice. Collective over the pipeline.
         """
         expected, parameters = reference.tensors(), self._pipe.state.own_parameters()
-        # A layer that is used twice has two names.
-        kept = {id(expected[name]) for name in parameters}
-        release(t for t in expected.values() if id(t) not in kept and is_parameter(t))
+        # Other ranks' parameters are not needed. A layer that is used twice has two names: by id.
+        needed = {id(expected[name]) for name in parameters}
+        release(t for t in expected.values() if id(t) not in needed and is_parameter(t))
         gradients = {name: self._pipeline.gradient_of(p) for name, p in parameters.items()}
         # The script may have set another clip since the last step.
         optimizer.bind(self._pipe)
-        names, clips = list(parameters), [one for one in clips_of_a_step(optimizer.wrapped) if one]
+        names = list(parameters)
+        clips = [clip for clip in clips_of_a_step(optimizer.wrapped) if clip]
+        # How many parameters a copy steps. An optimizer or clip of the script's own may need all
+        # gradients at once.
         count = most = max(1, len(names))
-        # An optimizer or clip of the script's own may need all gradients at once.
-        library = len(clips) < 2 and all(map(is_of_library, (optimizer.wrapped, *clips)))
-        if library and optimizer.shards is None:
+        is_library = len(clips) < 2 and all(map(is_of_library, (optimizer.wrapped, *clips)))
+        if is_library and optimizer.shards is None:
             most = -(-count // _PIECES)
             for clip in clips:
-                if isinstance(clip, GlobalNormClip):
+                if isinstance(clip, GlobalNormClip):  # of all gradients, before the first piece
                     stepped = optimized_parameters(optimizer.wrapped)
                     clip.measure([(p, self._pipeline.gradient_of(p)) for p in stepped])
         for start in range(0, count, most):
@@ -315,23 +327,37 @@ class Shadow(BatchObserver):
         return expected
 
     def _prepare(self, optimizer: Optimizer) -> Reference:
-        """Gives the plain model the pipeline's values, before a batch. Collective."""
+        """Makes the reference ready for a batch: a copy of the plain model. Collective.
+
+        The copy is made anew if the script has changed a layer's attributes; otherwise it gets the
+        pipeline's values. Then it takes the pipeline's switches: ``stop_gradient``, ``need_clip``
+        and the modes of layers.
+
+        Args:
+            optimizer: The pipeline's optimizer, or None. If a copy of it steps alike on all ranks,
+                :meth:`step` will compare updates too.
+
+        Returns:
+            The reference, without gradients.
+        """
         pipe, capturer = self._pipe, self._captures.capturer
         marks = mark_attributes(capturer.model, lambda *_: True)
         if self._reference is None or self._marks_of_copy != marks:
             self._reference, self._marks_of_copy = None, marks
-            # Parameters that no forward writes into share their memory, but while the copy steps.
+            # Parameters that no forward writes into share the pipeline's memory, except while the
+            # reference's optimizer steps.
             parameters = pipe.state.own_parameters()
             self._sharing_memory = parameters.keys() - capturer.unopened.written
             shared = [parameters[name] for name in self._sharing_memory]
             model = PlainCopy(capturer.model, capturer.example, capturer.unopened, shared)
             self._reference = of_model(pipe, model, None, None)
             self._reference.takes_switches = True
-            # A gradient is compared with those of its layer, so that other layers are not needed.
-            layers = {name.rpartition(".")[0] for name in parameters}
+            # Rounding of a gradient is measured by the largest in its layer (``Rounding``), so that
+            # gradients of layers without parameters on this rank are not needed.
+            layers_here = {name.rpartition(".")[0] for name in parameters}
             names = self._reference.names.values()
             self._reference.uncompared = frozenset(
-                name for name in names if name.rpartition(".")[0] not in layers
+                name for name in names if name.rpartition(".")[0] not in layers_here
             )
         else:
             pipe.copy_to(self._reference.model)
@@ -358,9 +384,13 @@ class Shadow(BatchObserver):
     def _moved_gradients(
         self, reference: Reference, batch: _TrainedBatch, gradients: dict[str, Tensor]
     ) -> State:
-        """Returns the plain gradients after all parameters moved by a unit in the last place.
+        """Returns the plain model's gradients for parameters moved by a unit in the last place.
 
-        ``gradients`` gets copies, since clearing the batch's gradients empties their tensors.
+        Args:
+            reference: The reference that is trained again on the batch.
+            batch: The batch.
+            gradients: The plain model's gradients of the batch. Copies take their place, since
+                clearing the batch's gradients empties their tensors.
         """
         train = partial(self._train, reference, batch.everyone, batch.observed)
         moved = moved_gradients(reference.model, {}, train, reference.gradients)
@@ -368,12 +398,18 @@ class Shadow(BatchObserver):
         return moved
 
     def _compare_losses(self, loss: Nest, right: Nest) -> list[str]:
-        """Returns "the loss" if it differs by more than rounding, else nothing."""
-        several = self._pipeline.replicas.ranks > 1
+        """Returns ["the loss"] if it differs by more than rounding, else an empty list.
+
+        Args:
+            loss: The loss of the pipeline.
+            right: The loss of the plain model.
+        """
+        # Several replicas sum the loss in another order.
+        has_replicas = self._pipeline.replicas.ranks > 1
         for value, expected in zip(tensors_of(loss), tensors_of(right)):
             # A loss with a value for each micro-batch has another shape, and is not compared.
             if list(value.shape) == list(expected.shape):
-                limit = ROUNDING * largest_of(expected) if several else 0
+                limit = ROUNDING * largest_of(expected) if has_replicas else 0
                 if largest_gap(value, expected) > limit:
                     return ["the loss"]
         return []
@@ -470,16 +506,17 @@ def _first_found(value: _Value | None) -> _Value | None:
 
 
 def _gradient_gap(gradient: Tensor | None, right: Tensor | None) -> float:
-    """Returns the largest gap between two gradients; a missing one counts as zeros."""
+    """Returns the largest difference between two gradients; None counts as zeros."""
     return largest_gap(*zeros_for_missing(gradient, right))
 
 
 def _can_be_copied(optimizer: Optimizer) -> bool:
-    """Whether a copy of an optimizer steps as the optimizer does.
+    """Returns whether a copy of an optimizer steps as the optimizer does.
 
-    It does not if a script replaced its ``step``, or if it holds only a shard of its state.
+    It does not if a script has replaced the method ``step``, or if this rank has only a shard of
+    the optimizer's state; before the first step there is no state. False without an optimizer.
     """
     if optimizer is None or "step" in vars(optimizer.wrapped):
         return False
-    kept = optimizer.wrapped.state_dict().keys() - {"LR_Scheduler", "master_weights"}
-    return optimizer.shards is None or not kept
+    state = optimizer.wrapped.state_dict().keys() - {"LR_Scheduler", "master_weights"}
+    return optimizer.shards is None or not state

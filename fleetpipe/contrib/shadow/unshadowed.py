@@ -26,7 +26,7 @@ def obstacle(
         pipeline: The pipeline.
         captures: The runs of the plain model's forward.
         batch: The batch.
-        first: Whether there is no copy of the model yet.
+        first: Whether there is no copy of the model yet; only then its memory is asked for.
     """
     pipe = pipeline.layers
     if any(not p.stop_gradient for loss in pipe.loss_layers() for p in loss.parameters()):
