@@ -140,7 +140,7 @@ class Trace(BatchObserver):
         name, records = str(op), self._records[played.rank]
 
         def run_timed() -> Blocked | None:
-            """Runs the instruction, and counts the waits within it anew."""
+            """Runs the instruction; first resets ``here.waited``, which adds up its waits."""
             here.waited = 0.0
             return instruction()
 
@@ -219,11 +219,13 @@ class Trace(BatchObserver):
         steps = self.steps()
         begin = min(event.start for step in steps for event in step)
         measured = [_shift_events(step, -begin) for step in steps]
-        # The first step of a job also allocates memory and loads code: it is left out.
+        # The first step of a job also allocates memory and loads code: it is left out, if it is
+        # among the stored steps and not the only one.
         cold = 1 if len(steps) == self._count > 1 else 0
         warm = steps[cold:]
         costs = measured_costs(self._schedule, [event for step in warm for event in step])
         predicted = self._schedule.simulate(costs)
+        # The index of the step that the picture shows: the one with the median bubble rate.
         chosen = cold + median_step(warm)
         step = measured[chosen]
         first_action = min(event.start for event in step if event.actions)

@@ -432,8 +432,8 @@ class Job(MeshGroups):
 
         Args:
             store: The job's store.
-            watch: The watch over its ranks from now on.
-            joined: The connections for everything else.
+            watch: The watch over the job's ranks from now on.
+            joined: The connections for everything but the watch.
             prefix: Prefix of the job's keys in the store from now on.
         """
         self._prefix, self._agreements = prefix, 0
@@ -548,7 +548,12 @@ class Job(MeshGroups):
         return None if self._connections is None else self._connections.awaited
 
     def _describe(self, text: str) -> str:
-        """Adds to a text about this rank's work its replica, shard and awaited rank."""
+        """Returns a text about this rank's work with the replica, the shard and the awaited rank.
+
+        Args:
+            text: What the rank does; it may begin with "rank 1, ".
+        """
+        # If the job is one pipeline, messages name the rank by its number in the job already.
         if self.degrees.size == self.degrees.pp:
             text = text.removeprefix(f"rank {self.coordinate.pp}, ")
         for axis, name in (("mp", "shard"), ("cp", "cp rank"), ("sep", "sep rank")):

@@ -209,6 +209,5 @@ def _has_parts(job: Job) -> bool:
     A process holds a part along pp, mp and ep, and updates a part if ranks shard the optimizer's
     state. If one process plays all ranks of the job, ``job.local``, it holds the whole model.
     """
-    # The product of the three degrees.
-    ranks_of_model = job.degrees.split("pp", "mp", "ep")
-    return not job.local and (ranks_of_model > 1 or job.sharding().ranks > 1)
+    # ``degrees.split`` is the product of these degrees.
+    return not job.local and (job.degrees.split("pp", "mp", "ep") > 1 or job.sharding().ranks > 1)

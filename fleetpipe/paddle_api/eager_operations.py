@@ -135,6 +135,7 @@ def target_of(function: Function, args: tuple[Any, ...]) -> Tensor | None:
     name = getattr(function, "__name__", "")
     if name == "assign_out_":
         return args[1]
+    # The name of an operation that writes into its first argument ends with one underscore.
     writes = name.endswith("_") and not name.endswith("__") and name != "detach_"
     writes = writes or name == "_setitem_dygraph" or is_silent(function)
     return args[0] if writes and args and isinstance(args[0], _Tensor) else None

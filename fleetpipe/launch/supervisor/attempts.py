@@ -130,8 +130,8 @@ class Verdict:
     """How an attempt ended.
 
     Attributes:
-        code: 0 if every rank succeeded; else the code of the rank that failed first, as a shell
-            shows it.
+        code: 0 if every rank succeeded; else the exit code of the rank that failed first, as a
+            shell shows it: 128 + n after signal n.
         saved: Number of steps saved, if the attempt was asked to end; else None.
         step: The step in which the first rank failed; None before the first step.
         culprit: The rank that failed first, and how, in words; empty if none failed.
@@ -510,7 +510,7 @@ def _is_given_up(attempt: Attempt, verdict: Verdict, rank: int, then: End | Agai
         attempt: The attempt that failed.
         verdict: How it ended.
         rank: The rank.
-        then: The decision if it is not given up.
+        then: The decision if the position is not given up.
     """
     positions, before = attempt.positions, attempt.failed
     if positions.used and verdict.step is not None and verdict.step == positions.since:

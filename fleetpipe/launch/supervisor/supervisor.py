@@ -233,6 +233,9 @@ class Local:
 def run(options: argparse.Namespace) -> int:
     """Runs a job to its end, with as many attempts as it needs.
 
+    Args:
+        options: The options of the command.
+
     Returns:
         0 if every rank succeeded; 75 (``attempt_files.PREEMPTED``) if the job was asked to stop,
         saved and ended; 65 (``POISONED``) if one step failed twice in a row; 130 after Ctrl-C; 128
