@@ -125,6 +125,7 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
         Raises:
             PipelineTimeout: Some rank did not come within the limit.
         """
+        # A copy of this clip uses the norm that was measured for it.
         if self._next_norms:
             norm = self._next_norms.pop()
         else:
@@ -315,6 +316,7 @@ def _add_up_shards(squares: Sequence[_Square], axis: str, members: Group) -> lis
         members: The ranks along it.
     """
     messages = members.all_gather(_pack_squares(squares))
+    # The members list the same parameters, in one order.
     fields_of_first, _ = messages[0]
     if any(fields != fields_of_first for fields, _ in messages):
         raise ConfigError(

@@ -195,15 +195,19 @@ class Ranks:
 
         Args:
             failures: The text of each rank's error; None for a rank that succeeded.
-            activity: A phrase that says what failed.
+            activity: A phrase that says what failed, as ``saving step 3``.
             cause: This rank's own error; None if it succeeded.
+
+        Raises:
+            CheckpointError: A rank failed.
+            ConfigError: Every rank failed, because of the script.
         """
         texts = {rank: text for rank, text in enumerate(failures) if text is not None}
         if not texts:
             return
         rank, text = next(iter(texts.items()))
         if isinstance(cause, CheckpointError) and len(failures) == 1:
-            raise cause
+            raise cause  # there is no other rank to name
         if isinstance(cause, ConfigError) and len(texts) == len(failures):
             raise cause  # an error of the script, on every rank alike
         failed = [other for other in texts if other != rank]

@@ -142,6 +142,7 @@ def _finish_at_exit() -> None:
                     "step that was saved before",
                 )
             )
+    # The first lost step ends the process, unless another error does; the other ones are logged.
     first = lost.pop(0) if lost and watch.error_at_exit() is None else None
     for error_of_step in lost:
         _log.error("%s", error_of_step)
@@ -378,11 +379,13 @@ class Saver:
             model: The model.
             optimizer: The type of the optimizer; None without one.
         """
+        # The digest of a rank changes with the names, shapes and dtypes of its tensors.
         key = (ranks.job, *(facts["digest"] for facts in everyone))
         if key not in self._plans:
             texts = ranks.together(activity, lambda: Inventory.of(local).to_json())
             plan = plan_files([Inventory.from_json(text) for text in texts])
             versions = {"fleetpipe": __version__, "paddle": VERSION}
+            # What differs between steps, the caller fills in.
             manifest = Manifest(
                 *(0, {}, {}, model.order(), optimizer, {}, ranks.layout, versions),
                 plain_order(model.order(), model.plain_names),
@@ -406,8 +409,9 @@ class Saver:
             sees = ranks.together(activity, task.draft.is_dir)
             without_folder = [rank for rank, sees_folder in enumerate(sees) if not sees_folder]
             self._ranks_without_folder = (ranks.job, without_folder)
-        _, elsewhere = self._ranks_without_folder
-        if self._in_background and not elsewhere:
+        _, without_folder = self._ranks_without_folder
+        # A thread cannot write for ranks without the folder, which send their parts to rank 0.
+        if self._in_background and not without_folder:
             parts = {name: local[name] for name, _, _ in task.plan.parts_of(task.rank)}
             writing = Writing(task, self._snapshot.take(parts).__getitem__)
             atexit.unregister(_finish_at_exit)
@@ -417,7 +421,7 @@ class Saver:
             writing.start()
             return
         writing = Writing(task, bytes_in(local))
-        writing.run_with(ranks, elsewhere)
+        writing.run_with(ranks, without_folder)
         _unsettled[self._key] = _Unsettled(ranks, writing, self.owner)
         self.settle(wait=True)
 

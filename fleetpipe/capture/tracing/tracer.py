@@ -411,6 +411,7 @@ class _Tracer(NodeFinder):
                 self._switched.setdefault(id(layer), (layer, user_location()))
             buffer = buffers_in(layer).get(name)
             if buffer is not None and value is not buffer:
+                # Another tensor is allowed: a node makes it the buffer, in each stage too.
                 if not isinstance(value, paddle.Tensor):
                     action = f"takes the buffer {name!r} away"
                     self._refuse_current_layer(obstacles.keeps_tensor(name)._replace(action=action))
@@ -429,6 +430,7 @@ class _Tracer(NodeFinder):
         ):
             call = call._replace(args=sizes_to_ints(call.args), named=sizes_to_ints(call.named))
         args, named = self._with_placeholders(call.args), self._with_placeholders(call.named)
+        # A layer, or a function of Paddle's.
         layer: Layer = call.function
         if isinstance(layer, paddle.nn.Layer) and sublayers_in(layer):
             reason = self._unopened.reason(layer) or "it has hooks"
@@ -437,11 +439,11 @@ class _Tracer(NodeFinder):
         self._require_writable(call, tensors)
         state = self._state.names_used_by(layer, tensors, len(self._nodes))
         versions = list(map(_version, tensors))
-        parts_of_layer, state_of_layer = [], []
+        layers_in_node, state_of_layer = [], []
         if isinstance(layer, paddle.nn.Layer):
-            parts_of_layer = layer.sublayers(include_self=True)
+            layers_in_node = layer.sublayers(include_self=True)
             state_of_layer = list(layer.state_dict().values())
-        modes = tuple(Mode(part, part.training) for part in parts_of_layer)
+        modes = tuple(Mode(sublayer, sublayer.training) for sublayer in layers_in_node)
         with lend_zeros([*tensors, *state_of_layer]):
             output = self._run_node(call)
         values, function = self._values, call.function
@@ -449,16 +451,17 @@ class _Tracer(NodeFinder):
         if is_silent(function) and id(tensors[0]) in values:
             function = raising_version(function)
             note_write(tensors[0])
+        # By id, the arguments into which the call has written.
         changed = {id(t): t for t, version in zip(tensors, versions) if _version(t) != version}
         if call.is_users:
-            # A copy is a value of its own: the layer may return its input in this run only.
-            passed = {id(tensor) for tensor in tensors} - changed.keys()
-            if any(id(tensor) in passed for tensor in tensors_of(output)):
-                output = map_tensors(lambda t: paddle.assign(t) if id(t) in passed else t, output)
-        made = list(tensors_of(output))
-        self._state.record_call(function, tensors, made, [*changed.values()])
+            # The layer may return its input itself in this run only: a copy is a value of its own.
+            same = {id(tensor) for tensor in tensors} - changed.keys()
+            if any(id(tensor) in same for tensor in tensors_of(output)):
+                output = map_tensors(lambda t: paddle.assign(t) if id(t) in same else t, output)
+        output_tensors = list(tensors_of(output))
+        self._state.record_call(function, tensors, output_tensors, [*changed.values()])
         written = [(values[key], self._add_value(changed[key])) for key in changed if key in values]
-        outputs = [self._value_of_output(tensor, tensors) for tensor in made]
+        outputs = [self._value_of_output(tensor, tensors) for tensor in output_tensors]
         node = Node(
             function,
             args,
@@ -540,7 +543,7 @@ class _Tracer(NodeFinder):
             return self._values[id(tensor)]
         number = self._add_value(tensor)
         if self._state.ref_of(tensor) is not None and any(tensor is item for item in inputs):
-            # An operation returns the buffer that it wrote into: it stays a buffer.
+            # An operation returns the buffer that it wrote into. Later nodes use it as a buffer.
             del self._values[id(tensor)]
         return number
 
