@@ -525,7 +525,11 @@ class Job(MeshGroups):
             self._close(error)
 
     def _close(self, error: BaseException | None) -> None:
-        """Runs the endings and closes all connections; ``error`` says why, if that is early."""
+        """Calls the functions of ``endings`` and closes all connections.
+
+        Args:
+            error: Why the process ends, if it ends before its work is done.
+        """
         watch, self._watch = self._watch, None
         if watch is not None and error is not None:
             watch.give_up(error)
@@ -587,7 +591,7 @@ def required_job(summary: str, **facts: Any) -> Job:
 
 
 def pipeline_group() -> Group:
-    """Returns the group of the current job's pipeline; a group of one without a job."""
+    """Returns the group of the current job's pipeline; without a job that of this process alone."""
     return SoleGroup() if _job is None else _job.group()
 
 
@@ -597,7 +601,10 @@ def mp_shard() -> tuple[int, int]:
 
 
 def all_ranks() -> Group:
-    """Returns the group of all ranks of the job, for small values; of one without a job."""
+    """Returns the group of all ranks of the job, for small values.
+
+    Without a job it is the group of this process alone.
+    """
     return SoleGroup() if _job is None else _job.everyone()
 
 
@@ -608,7 +615,11 @@ def begin(job: Job) -> None:
 
 
 def end(error: BaseException | None = None) -> None:
-    """Closes the current job, if there is one; ``error`` says why, if that is early."""
+    """Closes the current job, if there is one.
+
+    Args:
+        error: Why the job ends, if it ends before its work is done.
+    """
     global _job
     ended, _job = _job, None
     if ended is not None:

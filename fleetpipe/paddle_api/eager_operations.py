@@ -423,7 +423,8 @@ def _operations_in(modules: frozenset[str], matmul: Function) -> list[tuple[Any,
 
     Args:
         modules: The names of the modules that are loaded.
-        matmul: One of the operations: a rehearsal replaces them all, and so this one.
+        matmul: One of the operations: a rehearsal of half precision on a CPU, the option
+            ``rehearse``, replaces them all, and so this one.
     """
     types = {
         function

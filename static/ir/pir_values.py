@@ -404,8 +404,8 @@ class _BackwardGraph:
     def _last_operations_of_input_grad(self) -> tuple[set[int], set[tuple[int, int]]]:
         """Returns the last operations of I, and those of their results that W takes.
 
-        They export a gradient for another stage, or compute the gradient of a value that depends on
-        data, from which W computes a parameter's gradient.
+        A last operation exports a gradient for another stage, or computes the gradient of a value
+        that depends on data, from which W computes a parameter's gradient.
         """
         ends: set[int] = set()
         for_weights: set[tuple[int, int]] = set()

@@ -85,10 +85,10 @@ class RankPositions(NamedTuple):
     def without(
         self, rank: int, ranks: int, left: int, step: int | None, seconds: float
     ) -> RankPositions:
-        """Returns the positions of the next attempt, in which that of one rank is given up.
+        """Returns the positions of the next attempt, without that of a rank, which is given up.
 
         Args:
-            rank: The rank.
+            rank: The rank whose position is given up.
             ranks: The number of ranks now.
             left: The number of ranks in the next attempt, below ``ranks``.
             step: The step in which the rank failed.
@@ -490,8 +490,8 @@ def decide_with_all(attempt: Attempt, step: int) -> Again:
 def decide_with_as_many(attempt: Attempt, then: End | Again) -> Again:
     """Returns the decision to go on with as many ranks after they failed to save and end.
 
-    They were asked so that all ranks could start again; a disk may be full. They go on from memory,
-    and are asked again later.
+    Fewer ranks were asked to save and end, so that all ranks could start again; they failed, as on
+    a full disk. As many ranks go on from memory, and are asked again later.
 
     Args:
         attempt: The attempt that failed.
