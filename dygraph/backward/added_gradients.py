@@ -96,14 +96,20 @@ class _AddByAutograd(paddle.autograd.PyLayer):
 
     @staticmethod
     def forward(ctx: Context, take: Callable[[], list[Tensor]], *_parameters: Tensor) -> Tensor:
-        """Returns a token that needs a gradient, so that backward reaches the parameters."""
+        """Returns a token that needs a gradient, so that backward reaches the parameters.
+
+        Args:
+            ctx: Paddle's context of the call, which hands ``take`` to the backward.
+            take: Returns the gradients to add, one for each parameter.
+            _parameters: The parameters.
+        """
         # A function and no list, since Paddle takes each tensor in a list for an input.
         ctx.take = take
         return token().detach()
 
     @staticmethod
     def backward(ctx: Context, _token: Tensor) -> Tensor:
-        """Returns the gradients to add, one for each parameter."""
+        """Returns the gradients to add, one for each parameter; ``_token`` has no meaning."""
         grads = ctx.take()
         return tuple(grads) if len(grads) > 1 else grads[0]
 

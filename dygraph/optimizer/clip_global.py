@@ -162,7 +162,11 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
         return copied
 
     def _squares_here(self, params_grads: Pairs) -> Iterator[_Square]:
-        """Yields the squared norms of the gradients that this rank counts in the norm of all."""
+        """Yields the squared norms of the gradients that this rank counts in the norm of all.
+
+        A gradient that is left out is not clipped, or is that of a tied weight of which another
+        rank counts the gradient.
+        """
         for parameter, gradient in params_grads:
             if gradient is None or not _needs_clip(parameter):
                 continue
@@ -173,7 +177,7 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
                 yield _Square(order, dtype, axis, is_spread(parameter), value)
 
     def _global_norm_of(self, params_grads: Pairs) -> Tensor | None:
-        """Returns the norm of the gradients of all ranks; None if there are none. Collective."""
+        """Returns the norm of all ranks' gradients; None if no rank has one to clip. Collective."""
         squares = self._all_squares([*self._squares_here(params_grads)])
         return (
             _norm_of_squares(sorted(squares, key=lambda square: square.order)) if squares else None
@@ -250,7 +254,10 @@ def _needs_clip(parameter: Tensor) -> bool:
 
 
 def _multiply_gradient(parameter: Tensor, gradient: Tensor, factor: Tensor) -> Tensor:
-    """Returns a gradient times the factor of a clip; in place, if the gradient is dense."""
+    """Returns a parameter's gradient times the factor of a clip; the same tensor, if it is dense.
+
+    The gradient of a parameter that is not to be clipped is returned as it is.
+    """
     if not _needs_clip(parameter):
         return gradient
     factor = factor.astype(gradient.dtype)
@@ -296,7 +303,7 @@ def _pack_squares(squares: Sequence[_Square]) -> PackedSquares:
 
 
 def _unpack_squares(fields: str, values: Tensor) -> list[_Square]:
-    """Returns the squares in a message of :func:`_pack_squares`."""
+    """Returns the squares of which :func:`_pack_squares` has made ``fields`` and ``values``."""
     rows = [field.split(":") for field in fields.split()]
     return [
         _Square(int(order), dtype, axis, spread == "1", values[index].astype(dtype))

@@ -108,7 +108,7 @@ class SingleModel(ModelWithParts):
         return hidden_buffers(dict(enumerate(self._functions)))
 
     def forward(self, value: Nest) -> Nest:
-        """Calls each function with the result of the previous one, and returns the last result."""
+        """Runs the layers on the model's input ``value``, in order, and returns the last output."""
         # The random seeds of a batch: with them the layers draw what the pipeline's layers draw.
         keys = random_keys.current()
         for index, function in enumerate(self._functions):

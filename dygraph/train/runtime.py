@@ -126,7 +126,11 @@ def without_fusion_if_reordered(
 def walker_of(
     schedule: Schedule, config: PipelineConfig, job: Job, layers: PipelineLayer
 ) -> Callable[..., Walker]:
-    """Returns the function that makes the walker, which runs the actions of this process's rank."""
+    """Returns the function that makes the walker, which runs the actions of this process's rank.
+
+    The walker may reorder them if the options say so. The arguments are those of
+    :func:`without_fusion_if_reordered`; the schedule is its result.
+    """
     if _may_reorder(config, job):
         return functools.partial(ReadyWalker, _EnvelopeBuilder(schedule, config, job, layers))
     return Walker
@@ -146,7 +150,10 @@ class _EnvelopeBuilder:
     def __init__(
         self, schedule: Schedule, config: PipelineConfig, job: Job, layers: PipelineLayer
     ) -> None:
-        """Stores what the envelope depends on; the first call computes it."""
+        """Stores what the envelope depends on; the first call computes it.
+
+        The arguments are those of :func:`walker_of`.
+        """
         (self._rank,) = job.connect()
         self._schedule, self._layers = schedule, layers
         self._cap, self._costs = config.memory_cap, config.costs
@@ -311,6 +318,10 @@ class Runtime:
     def resize(self, micro_batches: int, micro_batch_size: int) -> None:
         """Changes the number and the size of micro-batches from the next batch on.
 
+        Args:
+            micro_batches: The number of micro-batches of a batch.
+            micro_batch_size: The number of rows of a micro-batch.
+
         Raises:
             ConfigError: They do not fit the schedule.
             StateError: Numbered hooks or a trace count actions.
@@ -456,7 +467,10 @@ class Runtime:
         return facts
 
     def _build_schedule(self, config: PipelineConfig) -> None:
-        """Builds, verifies and lowers the schedule, and creates the stage that runs it."""
+        """Builds, verifies and lowers the schedule of ``config``, and creates the stage to run it.
+
+        An error leaves the runtime as it was.
+        """
         layers, delayed = self.layers, self.switches.delay_scale_loss
         schedule = layers.arrangement.schedule(config)
         schedule = without_fusion_if_reordered(schedule, config, self.job, layers, self._exchanges)

@@ -157,7 +157,7 @@ class OwnedNodes(OwnedStages):
 
 
 def _function_names(staged: StagedCapture) -> list[object]:
-    """Returns the name of each function of a captured run; None for one without a name."""
+    """Returns the names of the functions of a captured run, in order; None for one without name."""
     return [getattr(function, "__name__", None) for function in staged.functions]
 
 

@@ -555,7 +555,7 @@ class _Tracer(NodeFinder):
         return number
 
     def _with_placeholders(self, value: Nest) -> Nest:
-        """Returns nested arguments in which placeholders replace the tensors."""
+        """Returns nested tuples, lists and dicts in which placeholders replace the tensors."""
         return map_parts(
             value, lambda leaf: self._placeholder(leaf) if isinstance(leaf, paddle.Tensor) else leaf
         )

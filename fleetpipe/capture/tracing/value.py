@@ -215,7 +215,7 @@ def parts(value: Nest, path: nest.Path = ()) -> Iterator[tuple[nest.Path, Nest]]
 
 
 def map_parts(value: Nest, change: Callable[[Nest], Nest]) -> Nest:
-    """Returns nested arguments in which ``change`` was applied to each leaf."""
+    """Returns nested tuples, lists, dicts and slices with ``change(leaf)`` for each leaf."""
     if isinstance(value, slice):
         return slice(*(map_parts(part, change) for part in (value.start, value.stop, value.step)))
     if isinstance(value, dict):
@@ -620,7 +620,10 @@ class NodeFinder:
         self._single_node(NodeCall(set_data, set_buffer, (buffer, value), {}, tuple(self._scopes)))
 
     def _single_node(self, call: NodeCall) -> Any:
-        """Runs a node, within which no nodes are found, and returns its output."""
+        """Runs the call of a node by :meth:`node`, and returns its output.
+
+        Operations and layers within it are no nodes.
+        """
         self._in_node = True
         try:
             return self.node(call)

@@ -281,7 +281,10 @@ class OptimizerState(SavedPart):
             yield from self._state_tensors(parameter, self._model.whole_name(path))
 
     def _targets(self, saved: Saved) -> Iterator[tuple[TensorName, LocalTensor]]:
-        """Yields the state to fill of each parameter that has state in the checkpoint."""
+        """Yields the tensors of the state to fill, each after its name in the checkpoint.
+
+        They are created if needed, for the parameters that have state in the checkpoint.
+        """
         _require_optimizer_type(self.kind, saved)
         names, saved_state = self._model.saved_names(saved), _saved_state_names(saved)
         for path, parameter in self._parameters():
@@ -306,10 +309,10 @@ class OptimizerState(SavedPart):
             forget_state(self._optimizer, parameter)
 
     def _parameters(self) -> Iterator[tuple[str, Any]]:
-        """Yields the name and the location of each parameter whose state this process has.
+        """Yields the name of each parameter whose state this process has, and where the state is.
 
-        The location is the argument ``parameter`` of the methods below: here a pair of the number
-        of the parameter's group in the optimizer and the parameter, a :class:`LocalTensor`.
+        The second is the argument ``parameter`` of the methods below: here a pair of the number of
+        the parameter's group in the optimizer and the parameter, a :class:`LocalTensor`.
         """
         named = {
             id(local.tensor): (name, local) for name, local in self._model.parameters().items()
@@ -498,7 +501,10 @@ class ProgramOptimizer(OptimizerState):
         self._by_parameter = program.optimizer_state()
 
     def _parameters(self) -> Iterator[tuple[str, Any]]:
-        """Yields the name of each parameter, and a pair: accumulators by kind, master weight."""
+        """Yields the name of each parameter, and where its state is.
+
+        The second is a pair: the accumulators by kind; the master weight, or None.
+        """
         yield from self._by_parameter.items()
 
     def _mark_without_state(self, parameter: Any, name: str) -> None:
