@@ -84,7 +84,7 @@ class Report:
         return self.beyond(self.differences)
 
     def beyond(self, differences: Sequence[Difference]) -> list[Difference]:
-        """Returns those of some differences that are larger than what passes."""
+        """Returns the differences that are larger than what passes, in the same order."""
         return [one for one in differences if not one.relative <= self.limit(one)]
 
     def limit(self, difference: Difference) -> float:
@@ -158,6 +158,7 @@ class Report:
         return "\n".join(lines)
 
     def _differences_of(self, *quantities: str) -> list[Difference]:
+        """Returns the differences of some of ``QUANTITIES``."""
         return [difference for difference in self.differences if difference.quantity in quantities]
 
 
@@ -196,8 +197,8 @@ def usual_tolerance(pipeline: PipelineParallel, reference: Reference) -> float:
     shards = tensor_parallel.model_parallel_group().nranks
     state = pipeline.layers.state
     # Experts on several ranks add up the tokens of all ranks by micro-batch.
-    several = shards > 1 or pipeline.sequence.ranks > 1
-    if several or state.adds_up_uses or state.spreads_experts:
+    has_parts = shards > 1 or pipeline.sequence.ranks > 1
+    if has_parts or state.adds_up_uses or state.spreads_experts:
         return ROUNDING
     # Gloo adds up more than two tensors in an order of its own.
     return 0.0 if pipeline.replicas.ranks <= 2 else 1e-6
@@ -214,10 +215,14 @@ class Orders:
             report: The report that gets the reasons, and a higher tolerance if there are any.
         """
         self._pipeline, self._report = pipeline, report
+        #: The parameters that were trained in the step before.
         self._trained: frozenset[str] = frozenset()
 
     def crossings(self) -> AbstractContextManager[dict[int, Crossing]]:
-        """Returns a context that records the stages' graphs, if a search is due. Collective."""
+        """Returns a context that records where gradients meet in the stages' graphs. Collective.
+
+        It yields the record by stage, which is empty if no search is due.
+        """
         parameters = self._pipeline.layers.named_parameters()
         before = self._trained
         self._trained = frozenset(name for name, p in parameters if not p.stop_gradient)
@@ -250,7 +255,9 @@ class Repetition:
     """Runs each step of a reference, on a GPU twice, and reports how far the two runs differ."""
 
     def __init__(self, reference: Reference, report: Report) -> None:
+        """Takes a reference, and the report that gets the differences of its runs."""
         self._reference, self._report = reference, report
+        #: As ``spread`` and ``largest_spread`` of :class:`Report`.
         self._spread: dict[str, float] = {}
         self._largest = (0.0, "")
 

@@ -49,7 +49,7 @@ def record_model(model: Layer, names: Mapping[str, str]) -> Iterator[Outputs]:
 
     Args:
         model: A Layer.
-        names: The fully qualified name of each of its parameters and buffers.
+        names: By the name of a parameter or buffer in the Layer, its fully qualified name.
 
     Yields:
         The outputs, by the layers' fully qualified names.
@@ -81,14 +81,14 @@ def record_stages(layers: PipelineLayer) -> AbstractContextManager[Outputs]:
 
 
 def _recording_hook(kept: list[Tensor]) -> Callable[[Layer, Nest, Nest], None]:
-    """Returns a hook that appends copies of a layer's outputs to a list."""
+    """Returns a hook that appends copies of a layer's outputs to ``kept``."""
 
-    def keep(_layer: Layer, _inputs: Nest, output: Nest) -> None:
+    def append_copies(_layer: Layer, _inputs: Nest, output: Nest) -> None:
         # Copies, since the next layer may work in place; across a border of stages it cannot.
         if not (_in_backward.get() or is_trial()):
             kept.extend(tensor.detach().clone() for tensor in tensors_of(output))
 
-    return keep
+    return append_copies
 
 
 def compare_outputs(
@@ -100,8 +100,12 @@ def compare_outputs(
         outputs: The outputs of the pipeline's layers.
         expected: The outputs of the reference's layers, for the data of all replicas or of this.
         step: The training step.
-        replica: The index of this replica's data in the reference's; 0 if it has only these.
+        replica: The index of this replica's data in the data of the reference; 0 if the reference
+            has only these.
         call_of: A suffix for the names of differences, as ``" of eval_batch"``.
+
+    Returns:
+        For each layer that differs, the difference of its first call that does.
     """
     differences = []
     for layer, kept in outputs.items():
@@ -245,6 +249,7 @@ def copies_at_borders(model: SingleModel, pipe: PipelineLayer) -> Iterator[EdgeG
         The gradients of the micro-batches that run while it is open, numbered from 0.
     """
     gradients = EdgeGradients()
+    # By the first layer after an edge: the stage before the edge, and the micro-batches so far.
     borders = {first: stage for stage, first in enumerate(pipe.partition.boundaries[1:-1])}
     calls = dict.fromkeys(borders, 0)
 
@@ -284,7 +289,7 @@ def compare_edges(
     Args:
         pipeline: The pipeline's gradients.
         reference: The reference's gradients.
-        first: The number in the pipeline of the reference's micro-batch 0.
+        first: The global number of the reference's micro-batch 0 in the pipeline.
         step: The training step.
         units: How the schedule cuts micro-batches; gradients are numbered by these units.
 
@@ -302,7 +307,7 @@ def compare_edges(
             if key.stage not in stages_here or (key.stage, key.path) in first_by_value:
                 continue
             unit = key._replace(micro_batch=first * units.count + key.micro_batch)
-            lost = " (lost)" if ours.get(unit) is None else ""
+            lost = " (lost)" if ours.get(unit) is None else ""  # no gradient came back
             name = f"{name_of(key.stage)}, value{key.path}{lost}, {units.name(key.micro_batch)}"
             difference = _compare_gradient(name, step, ours.get(unit), gradient)
             if difference:

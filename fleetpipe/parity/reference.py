@@ -51,6 +51,7 @@ _PLAIN_TYPES = (bool, int, float, str, type(None))
 #: The path of a layer in the whole model, and the name of an attribute.
 AttributeKey = tuple[str, str]
 
+#: Functions of the inputs and the label of a micro-batch that return its loss, or its losses.
 LossOf = Callable[[Nest, Nest], Tensor]
 LossesOf = Callable[[Nest, Nest], Sequence[Tensor]]
 
@@ -76,6 +77,7 @@ class AttributeCopies:
         shards = job is not None and any(
             getattr(job.degrees, a) > 1 for a in (*SHARDS, *SEQUENCE, "ep")
         )
+        #: The text of each plain attribute when attributes were noted last.
         self._text_by_attribute: dict[AttributeKey, str] = {}
         self._note(pipe.with_modes if shards else self._model)
 
@@ -121,7 +123,7 @@ def _plain_attributes(model: Layer) -> Iterator[tuple[AttributeKey, Any, str]]:
 
 
 def _text_of_value(value: Any) -> str | None:
-    """Returns a text that equal values have and others do not; None if a value is not plain."""
+    """Returns a text that is equal for equal values only; None if the value is not plain."""
     if type(value) in _PLAIN_TYPES:
         return repr(value)
     if isinstance(value, paddle.Tensor):
@@ -143,7 +145,10 @@ def _text_of_parts(kind: str, parts: list[Any] | tuple[Any, ...]) -> str | None:
 
 
 def _can_be_sent(value: Any) -> bool:
-    """Whether a plain value can be sent to another rank: it has no function, and texts as keys."""
+    """Returns whether a plain value can be sent to another rank.
+
+    It can if it has no function in it, and all keys of dicts are texts.
+    """
     if type(value) is dict:
         return all(type(key) is str and _can_be_sent(part) for key, part in value.items())
     if type(value) in (list, tuple):
@@ -163,7 +168,7 @@ class Reference:
         losses_of: ``losses_of(inputs, label)`` runs the model and returns the losses of a
             micro-batch; backward starts from the first.
         optimizer: An optimizer of the model's parameters; None copies the pipeline's.
-        names: The pipeline's name of each of the model's parameters and buffers.
+        names: By the name of a parameter or buffer in the model, its name in the pipeline.
         takes_rate: Whether the reference's learning rate is copied from the pipeline.
         takes_switches: Whether ``stop_gradient``, ``need_clip`` and the layers' modes are copied
             from the pipeline; for a user's own model they are not.
@@ -180,9 +185,13 @@ class Reference:
     takes_switches: bool = False
     attributes: AttributeCopies | None = None
     uncompared: frozenset[str] = frozenset()
+    #: By the path of a layer, its mode in training, as in the pipeline.
     _modes: dict[str, bool] = field(default_factory=dict)
+    #: By the id of the pipeline's optimizer, the copy of it.
     _optimizer_copies: dict[int, Optimizer] = field(default_factory=dict)
+    #: The parameters that this rank's copy steps; None if it steps all.
     _stepped_here: frozenset[str] | None = None
+    #: The ranks whose copies step the other parameters.
     _holders: Group = field(default_factory=SoleGroup)
 
     def train_like(self, optimizer: PipelineOptimizer, pipe: PipelineLayer) -> None:
@@ -232,10 +241,10 @@ class Reference:
         return {name: dense(t.grad, t) for name, t in tensors if t.grad is not None}
 
     def hidden_places(self) -> dict[str, tuple[dict[str, Tensor], str]]:
-        """Returns, by name, for each buffer that is in no state dict, a dict and a key in it.
+        """Returns by name where each buffer that is in no state dict is stored: a dict and a key.
 
         Of a user's own model these are the buffers of layers that own parameters: the pipeline has
-        no names for others.
+        no names for other layers.
         """
         if isinstance(self.model, SingleModel):
             places = self.model.hidden_buffers()

@@ -50,13 +50,21 @@ class Evaluations:
     """Runs evaluations of a pipeline, and compares each with the reference's."""
 
     def __init__(self, pipeline: PipelineParallel, reference: Reference) -> None:
+        """Takes the two sides: a pipeline, and the model on one device."""
         self._pipeline = pipeline
         self._reference = reference
 
     def eval_batch(
         self, call: Callable[..., Any], step: int, data: Any, compute_loss: bool, *more: Any
     ) -> tuple[Nest, list[Difference]]:
-        """Evaluates a batch on both sides; ``call`` is the pipeline's method. Collective.
+        """Evaluates a batch on both sides. Collective.
+
+        Args:
+            call: The pipeline's method ``eval_batch``.
+            step: The number of training steps before the call.
+            data: The batch, as the method takes it.
+            compute_loss: Whether the method returns the loss, not the outputs.
+            more: The further arguments of the method.
 
         Returns:
             The result of the pipeline's call, and the differences on this rank.
@@ -70,14 +78,21 @@ class Evaluations:
             losses = expected if len(expected) > 1 else expected[0]
             differences += compare_values("loss", "eval_batch", step, result, losses, part_of)
         else:
-            name, here = "eval_batch, micro-batch ", expected if self._owns_last_stage else []
-            differences += compare_values("output", name, step, result, here, part_of)
+            # Only the owner of the last stage returns outputs.
+            name, outputs = "eval_batch, micro-batch ", expected if self._owns_last_stage else []
+            differences += compare_values("output", name, step, result, outputs, part_of)
         return result, differences
 
     def predict_batch(
         self, call: Callable[..., Any], step: int, inputs: Nest, broadcast: bool
     ) -> tuple[Nest, list[Difference]]:
-        """Predicts on both sides; ``call`` is the pipeline's method. Collective.
+        """Predicts on both sides. Collective.
+
+        Args:
+            call: The pipeline's method ``predict_batch``.
+            step: The number of training steps before the call.
+            inputs: The inputs of the batch.
+            broadcast: Whether every rank gets the outputs, not only the owner of the last stage.
 
         Returns:
             The result of the pipeline's call, and the differences on this rank.
@@ -121,6 +136,7 @@ class Evaluations:
 
     @property
     def _owns_last_stage(self) -> bool:
+        """Whether this process owns the last stage, and so has outputs."""
         return self._pipeline.is_pipeline_last_stage(ignore_virtual=True)
 
     def _owner_of(self, stage: int) -> int:
@@ -134,12 +150,12 @@ class Evaluations:
         """Sends the micro-batches and their weights in the loss to every rank. Collective.
 
         Args:
-            inputs: The inputs of the batch.
-            labels: Its labels; None for a prediction.
+            inputs: The inputs of the batch, on the owner of stage 0.
+            labels: The labels, on the owner of the last stage; None for a prediction.
 
         Returns:
-            The inputs, the labels, the weights, and this replica's count in the mean of all
-            replicas, which is 0 if all replicas have the same count.
+            By micro-batch the inputs, the labels and the weights; and the number by which this
+            replica counts in the mean of all replicas (``counted_in``), 0 if all count alike.
         """
         pipeline, group, ranks = self._pipeline, pipeline_group(), sequence_parts()
         size, count = pipeline.micro_batch_size, pipeline.accumulate_steps
@@ -159,14 +175,21 @@ class Evaluations:
         if ranks is not None:
             labels = ranks.whole_batch(labels)
         by_tokens = pipeline.token_weights(labels, pipeline.replicas) if labels else None
-        counts = not by_tokens and sum(pipeline.weights) == 1
+        # Weights by tokens are shares of all replicas; of a summed loss each weight is 1.
+        is_mean_of_replica = not by_tokens and sum(pipeline.weights) == 1
         weights = by_tokens or [Fraction(*pair) for pair in pairs]
-        return values, labels, weights, counted if counts else 0
+        return values, labels, weights, counted if is_mean_of_replica else 0
 
     def _compute_losses(
         self, inputs: Iterable[Nest], labels: Sequence[Nest], weights: Sequence[Fraction]
     ) -> list[Tensor]:
-        """Returns the reference's loss of the batch for each loss function."""
+        """Returns the reference's loss of the batch for each loss function.
+
+        Args:
+            inputs: The inputs of each micro-batch.
+            labels: The labels of each micro-batch.
+            weights: The weight of each micro-batch in the loss.
+        """
         shares = [
             [weighted(loss, weight) for loss in self._reference.losses_of(value, label)]
             for value, label, weight in zip(inputs, labels, weights)
@@ -194,6 +217,7 @@ class Evaluations:
             the outputs of the reference's layers.
         """
         reference = self._reference
+        # With one replica the reference has the same statistics already.
         state = self._pipeline.layers.full_state_dict() if self._pipeline.replicas.ranks > 1 else {}
         state = parted(state, reference.tensors(), mp_shard)
         buffers = [name for name, tensor in reference.tensors().items() if tensor.stop_gradient]
@@ -254,6 +278,7 @@ class Session:
         """
         self._pipeline = pipeline
         self._reference = reference
+        #: Whether a batch of the pipeline runs.
         self._runs = False
         self._beside = Beside(pipeline, reference)
         # The shadow of a captured model would be a second reference.
@@ -312,33 +337,36 @@ class Session:
         differences += self._find_changes_between_steps()
         rates = Rates(self._optimizer, reference.optimizer, lr_scheduler, reference.takes_rate)
         keys = self._pipeline.next_keys()
+        # The context in which the reference draws the random numbers of the pipeline's batch.
         drawing = functools.partial(as_the_next_batch, keys)
         train = functools.partial(self._beside.train, everyone, weights, return_micro_batch_loss)
         expected, single = self._repetition.train(train, drawing)
         self._edge_watch.first_micro_batch = self._first_micro_batch * self._pipeline.units.count
         with record_stages(layers) as outputs, self._orders.crossings() as crossings:
-            diagnose = functools.partial(
+            before_update = functools.partial(
                 self._compare_before_update, rates, batches_here, weights, keys
             )
-            watched = ComparingOptimizer(
-                self._optimizer, reference, layers, step, self._is_rounding, diagnose
+            optimizer = ComparingOptimizer(
+                self._optimizer, reference, layers, step, self._is_rounding, before_update
             )
             # A user's own train_batch takes only the first four arguments.
             options = {"return_micro_batch_loss": return_micro_batch_loss, "weights": weights}
             more: dict[str, Any] = {name: value for name, value in options.items() if value}
             self._runs = True
             try:
-                loss = self._calls.train_batch(batch.again(), watched, lr_scheduler, scaler, **more)
+                loss = self._calls.train_batch(
+                    batch.again(), optimizer, lr_scheduler, scaler, **more
+                )
             finally:
                 self._runs = False
                 reference.note_attributes(layers)
-        differences += batch.differences(step) + watched.differences
+        differences += batch.differences(step) + optimizer.differences
         differences += compare_outputs(outputs, expected, step, self._replicas.rank)
         state = compare_state(layers, reference, step, self._is_alone)
         self._differing = {one.name for one in self.report.beyond(state)}
         differences += state
         differences += compare_values("loss", "", step, loss, single) + rates.step(step, single)
-        self._merge_differences(differences, watched.squares)
+        self._merge_differences(differences, optimizer.squares)
         if not self._tolerance_given:
             self._orders.note(crossings)
         self.report.single_loss.append(float(_first_loss(single).sum()))
@@ -346,14 +374,17 @@ class Session:
         return single, loss
 
     def steps_with(self, optimizer: dygraph.PipelineOptimizer) -> bool:
-        """Whether a step of this optimizer updates the pipeline outside of a batch.
+        """Returns whether a step of an optimizer updates the pipeline outside of a batch.
 
-        It does if it is the optimizer of :meth:`train_with`, and the script itself steps it.
+        That is so for the optimizer of :meth:`train_with`, if the script itself steps it.
         """
         return getattr(self, "_optimizer", None) is optimizer and not self._runs
 
     def step_again(self) -> None:
-        """Steps the reference too, after such a step of the pipeline's optimizer. Collective."""
+        """Steps the reference after the script itself has stepped the pipeline. Collective.
+
+        :meth:`steps_with` says when.
+        """
         Rates(self._optimizer, self._reference.optimizer, None, self._reference.takes_rate)
         self._reference.step()
 
@@ -391,7 +422,11 @@ class Session:
         return result
 
     def _cut_batch(self, batch: RepeatedBatch) -> tuple[MicroBatches, list[Difference]]:
-        """Cuts a batch into micro-batches, and compares them with the pipeline's micro-batches."""
+        """Cuts a batch into micro-batches, and compares them with the pipeline's micro-batches.
+
+        Returns:
+            The micro-batches of this replica for the reference, and the differences.
+        """
         # The pipeline first, since it raises the error if the batch does not fit.
         pipeline_batches = self._pipeline.micro_batches(batch.again())
         reference_batches = batch.cut(self._pipeline.micro_batch_size)
@@ -440,27 +475,30 @@ class Session:
         Args:
             rates: The learning rates of both sides.
             batches: The micro-batches of this replica.
-            weights: Their weights in the loss; None takes the pipeline's.
-            keys: The keys of the batch's random numbers; None if they are not keyed.
+            weights: The weights of these micro-batches in the loss; None takes the pipeline's.
+            keys: The keys of the batch's random numbers; None if these have no keys.
             gradients: The differences of the parameters' gradients on this rank.
+
+        Returns:
+            The differences of learning rates and edges on this rank.
         """
         step, model = self.report.steps, self._reference.model
         differences = rates.compare(step)
         wrong = bool(self.report.beyond(gradients))
         # Without keys layers draw other numbers in a second run; edges must carry full sequences.
-        whole = self._pipeline.sequence.ranks == 1
-        if not (wrong and whole and keys is not None and isinstance(model, dygraph.SingleModel)):
+        full = self._pipeline.sequence.ranks == 1
+        if not (wrong and full and keys is not None and isinstance(model, dygraph.SingleModel)):
             return differences
         first, units = self._first_micro_batch, self._pipeline.units
         weights = weights or self._pipeline.weights_in_backward
         copies = recorded_values.copies_at_borders(model, self._pipeline.layers)
         with as_the_next_batch(keys), paddle.enable_grad(), copies as expected:
             self._beside.accumulate(batches, weights, first)
-        arrived = self._edge_watch.gradients
-        return differences + recorded_values.compare_edges(arrived, expected, first, step, units)
+        ours = self._edge_watch.gradients
+        return differences + recorded_values.compare_edges(ours, expected, first, step, units)
 
     def _is_rounding(self, gradient: Difference) -> bool:
-        """Whether rounding explains a gradient's difference."""
+        """Returns whether rounding explains a gradient's difference."""
         return gradient.relative <= max(self.report.limit(gradient), ROUNDING)
 
     def _merge_differences(self, differences: list[Difference], squares: Squares) -> None:
@@ -468,13 +506,14 @@ class Session:
 
         Args:
             differences: The differences of a step, or of an evaluation, on this rank.
-            squares: The squared norms of this rank's gradients; empty for an evaluation.
+            squares: By parameter the squared norms of this rank's gradient and of the reference's;
+                empty for an evaluation.
         """
         parts = all_ranks().all_gather((list(map(astuple, differences)), squares))
         everything = [Difference(*fields) for rows, _ in parts for fields in rows]
         # By name, since replicas, shards and holders of a tied weight have equal full gradients.
-        whole = {name: pair for _, pairs in parts for name, pair in pairs.items()}
-        norms = [math.sqrt(math.fsum(pair[side] for pair in whole.values())) for side in (0, 1)]
+        full = {name: pair for _, pairs in parts for name, pair in pairs.items()}
+        norms = [math.sqrt(math.fsum(pair[side] for pair in full.values())) for side in (0, 1)]
         everything += compare_numbers("gradient norm", "", self.report.steps, *norms)
         self.report.differences += in_order(list(dict.fromkeys(everything)), self._names)
 
@@ -487,11 +526,11 @@ def _first_loss(loss: Nest) -> Tensor:
 def _names_in_order(layers: dygraph.PipelineLayer) -> list[str]:
     """Returns the names of layers, parameters and edges, in the order of the model."""
     names: list[str] = []
-    passed = 0  # the number of the last stage so far
+    last_stage = 0  # of the layers so far; the edge from a stage follows its layers
     for slot in layers.state.slots():
         stage = layers.state.stage_of(slot.name)
         if stage is not None:
-            names += map(recorded_values.name_of, range(passed, stage))
-            passed = max(passed, stage)
+            names += map(recorded_values.name_of, range(last_stage, stage))
+            last_stage = max(last_stage, stage)
         names += [slot.name.rpartition(".")[0], slot.name]
-    return [*names, *map(recorded_values.name_of, range(passed, layers.placement.stages - 1))]
+    return [*names, *map(recorded_values.name_of, range(last_stage, layers.placement.stages - 1))]
