@@ -169,7 +169,7 @@ def compare_numbers(
 
 
 def same_bits(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two tensors have the same shape, dtype and bits, or are both None."""
+    """Returns whether two tensors have the same shape, dtype and bits, or are both None."""
     if one is None or other is None:
         return one is other
     if bridge.same_bits(one, other):
@@ -178,7 +178,7 @@ def same_bits(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def same_numbers(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether two arrays have the same shape, dtype and bits."""
+    """Returns whether two arrays have the same shape, dtype and bits; all NaNs are equal."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return one.tobytes() == other.tobytes() or _bits(one) == _bits(other)
@@ -187,7 +187,10 @@ def same_numbers(one: np.ndarray, other: np.ndarray) -> bool:
 def zeros_for_missing(
     one: Tensor | None, other: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns two gradients, in which one that is None is replaced by zeros like the other."""
+    """Returns two gradients, of which one that is None is replaced by zeros like the other.
+
+    If both are None, both stay None.
+    """
     if one is None and other is not None:
         return paddle.zeros_like(other), other
     return one, paddle.zeros_like(one) if other is None and one is not None else other
@@ -269,7 +272,7 @@ def gaps_of(ours: Any, expected: Any) -> Any:
 
 
 def _is_same_kind(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same shape and dtype."""
+    """Returns whether two tensors have the same shape and dtype."""
     return list(one.shape) == list(other.shape) and one.dtype == other.dtype
 
 
@@ -320,7 +323,12 @@ class Rounding:
         self._moved_gradients: Mapping[str, Tensor] | None = None
 
     def carries(self, name: str, off: float) -> bool:
-        """Whether rounding explains an absolute difference of ``off`` in a parameter's gradient."""
+        """Returns whether rounding explains a difference in a gradient.
+
+        Args:
+            name: The parameter.
+            off: The largest absolute difference.
+        """
         if off <= ROUNDING * self.scale(name):
             return True
         if not np.isfinite(off):

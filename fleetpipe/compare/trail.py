@@ -56,10 +56,12 @@ _SAMPLES = 8
 #: steps of an optimizer make rounding larger.
 _LATER_ROUNDING = 1e-3
 
+#: The name by which ``--also`` changes the schedule.
 _SCHEDULE = "schedule"
 #: The axes whose degrees multiply to the number of ranks.
 _AXES = {"dp", "pp", "sharding", "sep", "cp", "mp"}
 
+#: The methods of a pipeline that are recorded.
 _BATCHES = ("train_batch", "forward_backward_pipeline", "eval_batch", "predict_batch")
 #: The method of ``Model`` whose batches are recorded too, each as an event.
 _FIT = "fit"
@@ -71,8 +73,8 @@ class Summary(NamedTuple):
     Attributes:
         kind: Its dtype and shape, or the type of a plain value.
         digest: A digest of its bytes.
-        numbers: Its norm, a sum in which each number has a weight of its own, and some of its
-            numbers; empty for other values than floats, since those do not differ by rounding.
+        numbers: Its norm; the sum of its numbers, each times a weight of its own; and some of its
+            numbers. Empty for other values than floats, since those do not differ by rounding.
     """
 
     kind: str
@@ -110,8 +112,8 @@ class Summary(NamedTuple):
         """
         if self[:2] == other[:2]:
             return 0.0
-        alike = self.kind == other.kind and len(self.numbers) == len(other.numbers)
-        if not alike or not self.numbers:
+        same_kind = self.kind == other.kind and len(self.numbers) == len(other.numbers)
+        if not same_kind or not self.numbers:
             return math.inf
         here, there = np.array(self.numbers), np.array(other.numbers)
         # Digests differ, so if all these numbers are equal, the difference is too small for them.
@@ -256,7 +258,7 @@ def compare(expected: Ranks, got: Ranks, but: Collection[str] = ()) -> TrailComp
 
 
 def _events_at(ranks: Ranks, index: int) -> list[CallRecord]:
-    """Returns the event number ``index`` of each rank that has more than ``index`` events."""
+    """Returns event ``index``, from 0, of each rank that has more than ``index`` events."""
     return [events[index] for events in ranks if index < len(events)]
 
 
@@ -270,7 +272,7 @@ def _find_differences(
         got: The event of each rank of the other.
         but: The names of values that are not compared.
     """
-    shown = (expected or got)[0]
+    shown = (expected or got)[0]  # the event that the texts name
     where = shown.call if shown.call == BEGIN else f"{shown.call} after {shown.steps} steps"
     calls = {event.call for event in (*expected, *got)}
     if not expected or not got or len(calls) > 1:
@@ -284,13 +286,19 @@ def _find_differences(
         for name in (name for name in both if name not in but):
             apart = _largest_distance(first.get(name, []), second.get(name, []))
             if apart:
+                # In words, what has the name, by the field in which it is.
                 words = {"around": name, "values": f"result{name}", "state": f"state {name}"}
                 what = f"{words[field_name]} of {where} differs"
                 yield TrailDifference(what, shown.line, apart)
 
 
 def _summaries_of_ranks(events: Sequence[CallRecord], field_name: str) -> dict[str, list[Summary]]:
-    """Returns, for each name in a field of the events, the different summaries of the ranks."""
+    """Returns the different summaries that ranks have of each value, by the value's name.
+
+    Args:
+        events: The event of each rank for one call.
+        field_name: The field of the events in which the values are.
+    """
     by_name: dict[str, list[Summary]] = {}
     for event in events:
         of_rank: Mapping[str, Summary] = getattr(event, field_name)
@@ -353,7 +361,7 @@ class Changes(NamedTuple):
         return math.prod(self.degrees.values()) if {*self.degrees} - {"pp"} else 1
 
     def in_force(self) -> AbstractContextManager[None]:
-        """Returns a context in which the script's strategies have these changes."""
+        """Returns a context in which the strategies that the script passes have these changes."""
 
         def change(strategy: Any) -> Any:
             if self.degrees:
@@ -417,13 +425,16 @@ class TrailRecorder:
             stop_after: The number of training steps after which this process gets SIGTERM.
         """
         self._file, self._last_step, self._stop_after = file, steps, stop_after
+        #: The training steps so far, and how many recorded calls are running: a call within another
+        #: one is no event. A batch of ``fit`` is.
         self._steps = self._depth = 0
+        #: The ids of the pipelines and models that have begun to train.
         self._begun: set[int] = set()
 
     def record(
         self, name: str, method: Callable[..., Any], owner: Any, *arguments: Any, **named: Any
     ) -> Any:
-        """Calls a method of a pipeline or model; the call is an event unless one encloses it.
+        """Calls a method of a pipeline or model, and writes an event unless it is within another.
 
         Args:
             name: The name of the method.
@@ -457,8 +468,8 @@ class TrailRecorder:
             name: The name of the method.
             line: The line of the script.
             owner: The object whose method it is.
-            arguments: The arguments of the call.
-            result: What it returned.
+            arguments: The arguments of the call: first the batch; among them perhaps the optimizer.
+            result: What the method returned.
         """
         trains = name in TRAINS
         self._steps += trains
@@ -479,6 +490,7 @@ class TrailRecorder:
             raise SystemExit(0)
 
     def _write(self, event: CallRecord) -> None:
+        """Writes an event as a line, at once: the process may be killed."""
         self._file.write(event.to_json() + "\n")
         self._file.flush()
 
@@ -505,7 +517,12 @@ def recording(folder: Path, steps: int | None, stop_after: int | None) -> Iterat
 
 
 def summaries(value: Any, name: str = "") -> dict[str, Summary]:
-    """Returns the tensors, arrays and plain values of a nested value, by their paths."""
+    """Summarizes the tensors, arrays and plain values of a nested value, by their paths.
+
+    Args:
+        value: The nested value.
+        name: The beginning of each path.
+    """
     kinds = (paddle.Tensor, np.ndarray, np.generic, int, float, str)
     parts = leaves(value, name).items()
     return {path: _summary(part) for path, part in parts if isinstance(part, kinds)}
@@ -521,7 +538,12 @@ def _summary(value: Any) -> Summary:
 
 
 def _summarize_state(owner: Any, arguments: list[Any]) -> dict[str, Summary]:
-    """Summarizes the parameters and buffers that this rank has of the model, by name."""
+    """Summarizes the parameters and buffers that this rank has of a model, by name.
+
+    Args:
+        owner: The model, or its pipeline.
+        arguments: The arguments of the call; for a static pipeline the fourth is the scope.
+    """
     with dynamic_mode():
         if not isinstance(owner, StaticPipeline):
             local = Objects(owner).required_model().local_tensors()

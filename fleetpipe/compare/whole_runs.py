@@ -49,6 +49,7 @@ from fleetpipe.paddle_api import paddle
 #: and rows.
 _FLOAT = re.compile(r"[-+]?\d+\.\d+(?:e[-+]?\d+)?|[-+]?\d+e[-+]?\d+|\bnan\b|\binf\b")
 _NUMBER = re.compile(r"\d+")
+#: The endings of files that are compared line by line.
 _TEXTS = {".csv", ".json", ".jsonl", ".log", ".md", ".txt", ".tsv", ".yaml", ".yml"}
 #: The largest relative difference of numbers in texts, where they are written rounded.
 _ROUNDING_OF_TEXT = 1e-4
@@ -132,7 +133,7 @@ def enumerate_lines(lines: Iterable[str]) -> Iterator[tuple[str, Summary]]:
 
 
 def texts_apart(one: Summary, other: Summary) -> bool:
-    """Whether the numbers in two lines of text differ by more than numbers that were rounded."""
+    """Returns whether the numbers in two lines of text differ by more than rounding in a text."""
     return one.distance(other) > _ROUNDING_OF_TEXT
 
 
@@ -229,10 +230,11 @@ def run(way: Variant, script: Sequence[str], folder: Path, limit: float | None) 
     done = VariantRun(way, folder)
     _link_files(Path.cwd(), done.working_directory)
     done.stamps = stamps(done.working_directory)
+    # The options of each start: the first is stopped if there is a second.
     stops = [("--stop-after", str(way.stop_after)), ()] if way.stop_after else [()]
     for start, stop in enumerate(stops):
         command = [sys.executable, "-m", "fleetpipe", "parity", *way.options, *stop]
-        if "--report" not in way.options:
+        if "--report" not in way.options:  # which compares with one device, and records no trail
             command += ["--record", str(folder / f"trail-{start}")]
         if way.ranks > 1:
             command += ["--nproc", str(way.ranks), "--log-dir", str(folder / "logs")]
@@ -243,7 +245,16 @@ def run(way: Variant, script: Sequence[str], folder: Path, limit: float | None) 
 
 
 def _run_process(command: Sequence[str], done: VariantRun, limit: float | None) -> int:
-    """Runs a command in the working directory of a run, and returns its exit code."""
+    """Runs a command in the working directory of a run, and appends what it prints to the run.
+
+    Args:
+        command: The command.
+        done: The run.
+        limit: Seconds that the command may take; None sets no limit.
+
+    Returns:
+        The exit code; 124 if the limit has ended the command.
+    """
     with (done.folder / "stdout").open("ab") as out, (done.folder / "stderr").open("ab") as errors:
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": errors}
         process = subprocess.Popen(command, cwd=done.working_directory, **streams)
@@ -284,6 +295,7 @@ def _link_files(source: Path, target: Path) -> None:
         return to
 
     def hidden_names(_: str, names: list[str]) -> list[str]:
+        """Returns the names that are left out: hidden files, and Python's caches."""
         return [name for name in names if name.startswith(".") or name == "__pycache__"]
 
     shutil.copytree(
@@ -358,6 +370,7 @@ def _run_ways(options: argparse.Namespace, folder: Path) -> Iterator[WayVerdict]
     yield WayVerdict("one process", True, f"{trained} steps, {len(first.trail()[0])} calls")
 
     def run_way(number: int, way: Variant) -> VariantRun:
+        """Runs a way in the folder with a number."""
         return run(way, script, folder / str(number), limit)
 
     again = run_way(0, Variant("one process, again", options=limited))
@@ -389,6 +402,7 @@ class Judge:
             again: The second run of the same way.
         """
         self._trail = first.trail()
+        #: The names of the random generators that the script does not seed.
         self._unseeded = unseeded(self._trail, again.trail()) if any(again.trail()) else frozenset()
         self._lines = {
             line: one
@@ -409,6 +423,7 @@ class Judge:
 
     def row_of_restart(self, done: VariantRun) -> WayVerdict:
         """Returns the row of a way that was stopped in the middle, and started again."""
+        # The events of the only rank, before the stop and after it.
         before, after = ((done.trail(start) or [[]])[0] for start in (0, 1))
         wrong = self._describe_failure(done)
         if not after:
@@ -417,9 +432,9 @@ class Judge:
             return WayVerdict(done.way.name, not wrong, wrong or "begins anew, in the same bits")
         steps, expected = len(_training_steps(before)), _training_steps(self._trail[0])
         # The state with which the second start begins is that of the last step before the stop.
-        begun = [replace(event, around={}) for event in after if event.call == BEGIN]
-        saved = [replace(event, state=expected[steps - 1].state) for event in begun if steps]
-        runs = [[*saved, *expected[steps:]]], [[*begun[: len(saved)], *_training_steps(after)]]
+        begins = [replace(event, around={}) for event in after if event.call == BEGIN]
+        saved = [replace(event, state=expected[steps - 1].state) for event in begins if steps]
+        runs = [[*saved, *expected[steps:]]], [[*begins[: len(saved)], *_training_steps(after)]]
         comparison = compare(*runs, self._unseeded)
         return self._verdict(done, comparison, wrong)
 
@@ -436,8 +451,9 @@ class Judge:
 
         Args:
             done: The results of the way.
-            comparison: How its trail differs from that of the first way; None if it has no trail.
-            wrong: The failure in words; "" if it has not failed.
+            comparison: The comparison of its trail with that of the first way; None if it has no
+                trail.
+            wrong: The failure of the run in words; "" if it has not failed.
         """
         name, first = done.way.name, comparison and comparison.first
         if comparison is None or wrong:
@@ -465,6 +481,7 @@ class Judge:
             if other is None:
                 return f"{path} is not written"
             for name, one in content.items():
+                # Without numbers only the digests can differ, which rounding changes too.
                 if name not in other or ((one.numbers or exact) and texts_apart(one, other[name])):
                     return f"{path} has another {name or 'content'}"
         for line, one in self._lines.items():
