@@ -61,8 +61,13 @@ def attempts_of(lines: Iterable[Mapping[str, Any]]) -> list[AttemptRecord]:
     """Returns the attempts recorded in the lines of ``lives.jsonl``, in order.
 
     Several trainings of one process are one attempt.
+
+    Args:
+        lines: The lines, parsed. A line tells of the ``event`` ``begin`` or ``end``; other lines
+            are left out.
     """
     attempts: list[AttemptRecord] = []
+    # The process of the last attempt, and the number of the attempt, as lines have them.
     current: object = None
     for line in lines:
         if line.get("event") == "begin":
@@ -79,7 +84,10 @@ def attempts_of(lines: Iterable[Mapping[str, Any]]) -> list[AttemptRecord]:
 
 
 def _record_end(attempt: AttemptRecord, line: Mapping[str, Any]) -> None:
-    """Adds to an attempt what the line of its end says."""
+    """Adds to an attempt what the line of its end says: exit code, step, and steps saved.
+
+    A run that was asked to stop saves its steps, and has not finished.
+    """
     attempt.ended = _to_number(line.get("time"))
     code, saved, step = (line.get(name) for name in ("code", "saved", "step"))
     attempt.finished = code == 0 and saved is None
