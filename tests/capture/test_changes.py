@@ -210,6 +210,23 @@ def test_ranks_follow_and_refuse_alike(on_ranks: Callable[..., list[Any]]) -> No
     assert [text[:19] for text in first] == ["'early' has changed"] * 2
 
 
+def change_on_one_rank() -> bool:
+    """Sets an attribute on rank 1 between two batches that are also trained plainly."""
+    begin(2, 2)
+    trained = Trained()
+    trained.step()
+    if paddle.distributed.get_rank() == 1:
+        trained.net.note = 1
+    trained.step()
+    return True
+
+
+def test_ranks_that_copy_the_plain_model_at_different_times_meet(
+    on_ranks: Callable[..., list[Any]],
+) -> None:
+    assert all(on_ranks(change_on_one_rank, 2))
+
+
 def test_it_is_captured_once_for_what_a_script_goes_back_and_forth_between() -> None:
     with job(2, 2):
         trained = Trained()

@@ -361,6 +361,8 @@ class Shadow(BatchObserver):
             )
         else:
             pipe.copy_to(self._reference.model)
+            # On another rank a forward may have registered a buffer, which a new copy would have.
+            self._reference.take_hidden_buffers(pipe)
             self._take_unsaved_buffers(self._reference)
         self._copies_optimizer = all(all_ranks().all_gather(_can_be_copied(optimizer)))
         drop_gradients(self._reference.model.parameters())
