@@ -17,6 +17,7 @@ from fleetpipe.aliases import Strategy
 from fleetpipe.errors import ConfigError, StateError, UsageError, nearest, require_whole
 from fleetpipe.job import meeting
 from fleetpipe.job.job import Job, current_job
+from fleetpipe.schedules import canonical_name
 
 #: MindSpore's modes of execution.
 GRAPH_MODE, PYNATIVE_MODE = 0, 1
@@ -118,9 +119,9 @@ class Options:
 
     @property
     def schedule(self) -> str:
-        """The schedule that ``pipeline_scheduler`` names."""
+        """The schedule that ``pipeline_scheduler`` names; a ConfigError if there is none."""
         name = str((self.pipeline_config or {}).get("pipeline_scheduler", "1f1b"))
-        return SCHEDULERS.get(name, name)
+        return canonical_name(SCHEDULERS.get(name, name))
 
     def strategy(self, micro_batches: int = 1, rows: int = 1) -> Strategy:
         """Returns these options as a strategy of Fleet's.

@@ -301,6 +301,14 @@ def trained_alone(net: Any, data: list[Any], epochs: int = 1) -> list[float]:
     return losses
 
 
+def test_a_schedule_that_is_none_is_refused_by_name() -> None:
+    with (
+        stages(2, pipeline_config={"pipeline_scheduler": "auto"}),
+        pytest.raises(ConfigError, match="`auto` was removed"),
+    ):
+        model_of(Net())
+
+
 @pytest.mark.parametrize("scheduler", ["1f1b", "gpipe", "ZBH1"])
 def test_a_network_trains_as_in_one_process(scheduler: str, capfd: Capture) -> None:
     with stages(2, pipeline_config={"pipeline_scheduler": scheduler}):
