@@ -107,16 +107,7 @@ def read_columns(path: str | Path) -> list[TracedOperation]:
         PackageNotFound: Parquet needs pyarrow.
         OSError: The file cannot be read.
     """
-    names, rows = (_read_parquet if Path(path).suffix == ".parquet" else _read_csv)(path)
-    missing = [name for name in COLUMNS if name not in _OPTIONAL and name not in names]
-    if missing:
-        raise ConfigError(
-            f"the table has no column {missing[0]!r}",
-            where=str(path),
-            expected=", ".join(COLUMNS),
-            got=", ".join(names),
-            fix="name its columns so, in the first line",
-        )
+    rows = (_read_parquet if Path(path).suffix == ".parquet" else _read_csv)(path)
     operations = [
         _operation_in_row(row, f"{path}, row {number}") for number, row in enumerate(rows, 1)
     ]
@@ -219,18 +210,19 @@ def _number_steps(operations: list[TracedOperation]) -> list[TracedOperation]:
     return numbered
 
 
-def _read_csv(path: str | Path) -> tuple[Sequence[str], Sequence[_Row]]:
-    """Returns the names of the columns of a table, and its rows by column."""
+def _read_csv(path: str | Path) -> Iterator[_Row]:
+    """Yields the rows of a table; refuses one that lacks a column before the first row is read."""
     try:
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
-            return reader.fieldnames or (), list(reader)
+            _require_columns(path, reader.fieldnames or ())
+            yield from reader
     except csv.Error as error:
         raise _unreadable_table(path, error) from error
 
 
-def _read_parquet(path: str | Path) -> tuple[Sequence[str], Sequence[_Row]]:
-    """Returns the names of the columns of a table, and its rows by column."""
+def _read_parquet(path: str | Path) -> Sequence[_Row]:
+    """Returns the rows of a table; refuses one that lacks a column."""
     try:
         import pyarrow.parquet
     except ImportError as error:
@@ -241,8 +233,22 @@ def _read_parquet(path: str | Path) -> tuple[Sequence[str], Sequence[_Row]]:
         table = pyarrow.parquet.read_table(path)
     except pyarrow.ArrowException as error:
         raise _unreadable_table(path, error) from error
-    names = [name for name in COLUMNS if name in table.column_names]
-    return names, table.select(names).to_pylist()
+    _require_columns(path, table.column_names)
+    rows: list[_Row] = table.select([c for c in COLUMNS if c in table.column_names]).to_pylist()
+    return rows
+
+
+def _require_columns(path: str | Path, names: Sequence[str]) -> None:
+    """Refuses a table without one of the columns that must be there."""
+    missing = [name for name in COLUMNS if name not in _OPTIONAL and name not in names]
+    if missing:
+        raise ConfigError(
+            f"the table has no column {missing[0]!r}",
+            where=str(path),
+            expected=", ".join(COLUMNS),
+            got=", ".join(names),
+            fix="name its columns so, in the first line",
+        )
 
 
 def _unreadable_table(path: str | Path, error: Exception) -> ConfigError:

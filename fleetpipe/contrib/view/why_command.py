@@ -267,11 +267,12 @@ def _heat_rows(analysis: TraceAnalysis, columns: Sequence[Steps]) -> dict[str, l
         columns: The steps of each column.
     """
     ranks, ideal = sorted(analysis.slowdown.ranks), ideal_times(analysis.steps)
+    row_of = {rank: row for row, rank in enumerate(ranks)}
     taken, expected = np.zeros((2, len(ranks), len(columns)))
     for column, steps in enumerate(columns):
         for op in (op for step in steps for op in step.operations):
             if op.kind not in traced.COMMUNICATIONS:
-                cell = ranks.index(op.rank), column
+                cell = row_of[op.rank], column
                 taken[cell] += op.duration
                 expected[cell] += ideal[op.kind]
     several = len({replica for replica, _ in ranks}) > 1

@@ -13,6 +13,7 @@ from fleetpipe.cli import main
 from fleetpipe.contrib.view import TracedOperation, read_columns, read_trace, slowdown_of, steps_of
 from fleetpipe.contrib.view.slowdown import alternatives
 from fleetpipe.contrib.view.traced_ops import COLUMNS
+from fleetpipe.errors import ConfigError
 from fleetpipe.schedules import Placement, build
 from fleetpipe.schedules.forms.trace import Event, events_of, with_early, write_trace
 from tests.contrib.view.job_records import Slow, trace
@@ -82,6 +83,9 @@ def test_a_table_in_parquet_is_the_same(tmp_path: Path) -> None:
     rows = {name: [getattr(one, name, 0) for one in operations] for name in COLUMNS}
     parquet.write_table(pyarrow.table(rows), tmp_path / "a.parquet")
     assert read_columns(tmp_path / "a.parquet") == operations
+    parquet.write_table(pyarrow.table({"kinds": ["F"]}), tmp_path / "b.parquet")
+    with pytest.raises(ConfigError, match="got: kinds"):
+        read_columns(tmp_path / "b.parquet")
 
 
 def test_chunks_are_parts_along_the_model(tmp_path: Path) -> None:
