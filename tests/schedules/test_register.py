@@ -63,6 +63,12 @@ def test_its_options_are_kept_and_a_strategy_takes_them() -> None:
         build("Grouped", ranks=2, micro_batches=8, group=object())
 
 
+def test_an_option_that_means_something_else_is_refused() -> None:
+    register("Ordered", lambda placement, micro_batches, order="fixed": [])
+    with pytest.raises(ConfigError, match=r"for something else(.|\n)*got: order"):
+        PipelineConfig.from_strategy(DistributedStrategy())
+
+
 def test_what_it_makes_is_verified() -> None:
     register("OneByOne", one_by_one)
     with pytest.raises(ScheduleError, match=r"OneByOne made no valid schedule: F0\.0 stands twice"):
