@@ -195,9 +195,10 @@ def _make_summing_hook(
     def hook(*_: Any) -> None:
         nonlocal backwards
         backwards += 1
+        if backwards % accumulation_steps:
+            return
         job = current_job()
-        pipelined = job is not None and job.trains([parameter])
-        if backwards % accumulation_steps == 0 and not pipelined:
+        if job is None or not job.trains([parameter]):
             gradient = getattr(parameter, "main_grad", None)
             members_of(group).all_reduce([parameter.grad if gradient is None else gradient])
 

@@ -300,7 +300,7 @@ class Job(MeshGroups):
         wanted = {id(parameter) for parameter in parameters}
         for reference in self.pipelines:
             model = reference()  # None if nobody uses the model any more
-            if model is not None and wanted & {id(each) for each in model.trained_parameters()}:
+            if model is not None and any(id(each) in wanted for each in model.trained_parameters()):
                 return True
         return False
 
