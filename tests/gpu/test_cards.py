@@ -189,7 +189,7 @@ def test_other_figures_wait_for_the_device(device: LateDevice) -> None:
         device.queued = 5.0
         with running.progress.saving(1):
             synchronize()
-        assert running.progress._save == 0.0
+        assert running.progress._save_seconds == 0.0
 
 
 def twice(one: Any) -> list[Any]:
