@@ -161,7 +161,8 @@ def _groups_that_end_together(operations: Sequence[TracedOperation]) -> list[lis
         elif op.kind in COLLECTIVES:
             name = op.kind, op.stage, op.part, op.micro_batch
             repeats[name, op.replica] += 1
-            groups[(*name, repeats[name, op.replica])].append(index)
+            repeated = *name, repeats[name, op.replica]
+            groups[repeated].append(index)
     return [group for group in groups.values() if len(group) > 1]
 
 
