@@ -53,7 +53,7 @@ class Sums:
         Args:
             grads: Pairs of parameter and gradient, each parameter once.
         """
-        # Those that cannot be added in place.
+        # The pairs whose gradient cannot be added in place.
         rest = []
         for parameter, grad in grads:
             total = self.total(parameter)
@@ -282,19 +282,25 @@ def crossing_of(received: Sequence[Tensor], outputs: Sequence[Tensor]) -> Crossi
     # The nodes that the backward of each output reaches.
     reach = [find_nodes([root], set()) for root in roots]
     steps = [(node, target) for node in set().union(*reach) for target in next_nodes(node)]
-    # The number of gradients that arrive at each node, which stands for a tensor.
+    # The number of gradients that operations send to each node, which stands for a tensor.
     edges = Counter(target for _, target in steps)
     # The layers of a stage take copies of received tensors: their gradients meet at the copy.
     copies = {target: node for node, target in steps if node.name() == "AssignGradNode"}
 
     def meeting(node: GradNode, outputs_at_node: Sequence[int]) -> Meeting:
-        """Returns the meeting at the tensor of a node, which is the outputs of these numbers."""
+        """Returns the meeting at the tensor that a node of the backward graph stands for.
+
+        Args:
+            node: The node; gradients of the tensor arrive at it.
+            outputs_at_node: The numbers of the stage's outputs that are this very tensor; often
+                none.
+        """
         ways = tuple(index for index, nodes in enumerate(reach) if node in nodes)
         return Meeting(edges[node], tuple(outputs_at_node), ways)
 
     meetings: set[Meeting] = set()
     for node in edges.keys() | set(roots):
-        # Several outputs of one operation are different tensors.
+        # One operation may compute several outputs of the stage: a meeting for each tensor.
         numbers_by_tensor: dict[int, list[int]] = {}
         for index, tensor in enumerate(outputs):
             if tensor.grad_fn == node:
@@ -320,7 +326,8 @@ def reordered(crossings: Mapping[int, Crossing]) -> list[int]:
         The numbers of the stages, in ascending order.
     """
     stages = []
-    # The number of gradients that one graph of the model adds up at each output of the stage.
+    # For each output of the stage that is looked at next, the number of gradients that one graph of
+    # the model adds up there: the terms of the sum that later stages send back.
     sums: list[int] = []
     for stage in sorted(crossings, reverse=True):
         # The loss, the only output of the last stage, has one gradient.

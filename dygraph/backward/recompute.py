@@ -181,15 +181,20 @@ class _Rerun:
         """Stores inputs and states before the first run; the arguments are as for :func:`call`."""
         self._piece = piece
         self._run = run
+        # The argument for the second run, with the stored leaves for the tensors of ``value``.
         saved = {id(tensor): inputs.of(tensor) for tensor in tensors_of(value)}
         self._value = replace(value, saved)
         # Whether a reshaped input is a view or a copy depends on the input's layout.
         self._layouts = [(saved[id(tensor)], layout_of(tensor)) for tensor in tensors_of(value)]
         self._states = piece.states()
+        #: The result of :func:`_bits` for the first run's output; None if it is not compared.
         self._bits: list[int | np.ndarray] | None = None
         self._random = RandomStates()
         self._casts = automatic_casts()
+        #: References to the tickets, in the order in which autograd saved tensors; dead if backward
+        #: no longer needs the ticket.
         self._tickets: list[weakref.ref[_Ticket]] = []
+        #: Whether the first run is going on, and whether it has read a ticket for ``paddle.grad``.
         self._is_in_forward, self._differentiates = True, False
 
     def pack(self, tensor: Tensor) -> Tensor | _Ticket:
@@ -259,10 +264,18 @@ class _Rerun:
         tickets = iter(self._tickets)
 
         def fill(tensor: Tensor) -> Tensor | None:
-            """Called when autograd saves a tensor in the second run: fills the next ticket."""
+            """Called when autograd saves a tensor in the second run: fills the next ticket.
+
+            Returns:
+                What the second run's own graph saves. A parameter is saved itself. Of any other
+                tensor nothing (None), since no backward reads that graph, unless layers call
+                ``paddle.grad`` in their forwards: then a ``PyLayer`` saves the tensor itself, and
+                an operation a leaf on the same memory.
+            """
             if _is_kept_in_graph(tensor):
                 return tensor
             ticket = next(tickets, _missing_ticket)()
+            # None if backward no longer needs the ticket, or the first run saved fewer tensors.
             if ticket is not None:
                 laid_out = with_layout(tensor.detach(), ticket.layout)
                 ticket.tensor = leaf_on_same_memory(laid_out)

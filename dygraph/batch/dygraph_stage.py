@@ -80,7 +80,7 @@ class DygraphStage:
 
         Args:
             run_of: ``run_of(stage)(value, micro_batch)`` runs the layers of a stage.
-            placement: The owner of each stage.
+            placement: The owner of each stage, a rank.
             split: Splits backwards into I and W.
             borders: Translates between the values of layers and those on edges; None for a list of
                 layers, by ``placement``.
@@ -90,6 +90,7 @@ class DygraphStage:
         self.split = split
         self._last = placement.stages - 1
         self._borders = borders or borders_of(placement)
+        #: The values of forwards whose backward has not run, by stage and global micro-batch.
         self._saved: dict[tuple[int, int], _ForwardValues] = {}
         self._batch = _NO_BATCH
         self._hooks: StageHooks | None = None
@@ -97,11 +98,12 @@ class DygraphStage:
         self._first_micro_batch = 0
         #: Whether any loss so far had a gradient, and how many losses of this batch had none.
         self._had_gradient, self._constant_losses = False, 0
+        #: The states between the sequence chunks of this batch; None if it has none.
         self._units: UnitStates | None = None
         self._crossings: dict[int, Crossing] | None = None
         #: Finds stages that use values of other stages; None if there is nothing to find.
         self.watch: StageWatch | None = None
-        #: The same, if it has anything to do in this batch; None otherwise.
+        #: ``watch``, if it has anything to do in this batch; None otherwise.
         self._watch_of_batch: StageWatch | None = None
         #: The number in the batch of the micro-batch whose forward runs, or runs next.
         self.micro_batch_id = 0
@@ -117,10 +119,12 @@ class DygraphStage:
         """Creates the stage object for the stages of a process under a schedule.
 
         Args:
-            stages: The stages.
+            stages: The stages of this process.
             schedule: The schedule, which may split backwards.
-            fast_leaves: The option ``fast_leaves``.
-            run_of: Runs the layers of a stage in another way than ``stages`` does.
+            fast_leaves: Whether layers may have faster forwards, with the same bits, where a
+                backward is not split (the option ``fast_leaves``).
+            run_of: ``run_of(stage)(value, micro_batch)`` runs the layers of a stage; None for
+                ``stages.function``.
         """
         split = SplitBackward(schedule, stages.layers, fast_leaves)
         return cls(run_of or stages.function, schedule.placement, split, stages.borders)

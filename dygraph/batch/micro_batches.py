@@ -167,7 +167,17 @@ def ragged_weights(value: Nest, cut: MicroBatchCut) -> list[Fraction] | None:
 
 
 def _take_micro_batches(data: Iterator[Nest], count: int, keeps_graph: bool) -> MicroBatches:
-    """Takes ``count`` micro-batches from an iterator, and copies their tensors."""
+    """Takes micro-batches from an iterator, and copies their tensors.
+
+    Args:
+        data: Yields a pair ``(inputs, labels)`` for each micro-batch; further items stay in it.
+        count: The number of micro-batches to take.
+        keeps_graph: Whether inputs stay connected to tensors that need a gradient; labels never do.
+
+    Raises:
+        ConfigError: The iterator ended before, or an item is no pair.
+        BoundaryError: A value is not made of Tensors.
+    """
     inputs, labels = [], []
     for index in range(count):
         try:
@@ -217,7 +227,11 @@ def _common_length(items: list[list[Nest] | None], cut: MicroBatchCut, path: str
 
 
 def _split_rows(tensor: Tensor, cut: MicroBatchCut, path: str) -> list[Tensor]:
-    """Cuts a tensor along axis 0 into micro-batches; the arguments are as for split_value."""
+    """Cuts a tensor along axis 0 into micro-batches; the arguments are as for :func:`split_value`.
+
+    Raises:
+        ConfigError: The number of rows does not fit.
+    """
     count, size, any_rows, _ = cut
     rows = tensor.shape[0] if tensor.ndim else None
     if rows != count * size:
@@ -240,7 +254,7 @@ def _detach_micro_batch(value: Nest, path: str, keeps_graph: bool = False) -> Ne
     Args:
         value: The inputs or the labels of a micro-batch.
         path: The name of the value in messages.
-        keeps_graph: Whether not to detach it.
+        keeps_graph: Whether to return the value as it is, connected to its graph.
     """
     for steps, leaf in leaves(value):
         if leaf is not None and not isinstance(leaf, paddle.Tensor):

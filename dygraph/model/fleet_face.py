@@ -53,14 +53,19 @@ def shared_comm(
     weights: Sequence[SharedWeight],
     job: Job | None,
 ) -> dict[str, dict[str, Any]]:
-    """Returns Fleet's ``shared_comm``: the layers of which other ranks have copies, by key.
+    """Returns Fleet's ``shared_comm``: the shared layers of which other ranks have copies.
 
     Args:
-        entries: The whole list of layers.
-        shared: The shared layers of the list, by each of their numbers.
-        layers: The layers of this process, by their paths in the model.
-        weights: The weights that this rank shares with others.
-        job: The job of the model.
+        entries: The whole list of layers, as descriptions.
+        shared: The shared layers of the list, by each of their numbers in it.
+        layers: The shared layers of this process, by their paths in the model.
+        weights: The weights that this rank shares with others, each with the ranks of the pipeline
+            that hold a copy.
+        job: The job of the model; None if it was built outside of one: then the result is empty.
+
+    Returns:
+        By the layer's key, a dict: ``ranks`` are the ranks of the job that hold a copy, ``group``
+        is their group, ``weight_attr`` the names of the weights, ``layer`` this rank's copy.
     """
     groups = {}
     for path, layer in layers.items():

@@ -148,8 +148,9 @@ class OwnedStages:
             entries: The whole list of layers.
             partition: The cut into stages.
             owned: The numbers of the stages that this process owns.
-            recompute_interval: As for :class:`StageRunner`.
-            recompute: As for :class:`StageRunner`.
+            recompute_interval: The number of layers of a recomputed piece; 0 for none.
+            recompute: The numbers of layers that are recomputed one by one, if there is no
+                interval.
         """
         self._entries, self._partition, self.owned = entries, partition, owned
         self._recompute = recompute_interval, recompute
@@ -160,7 +161,9 @@ class OwnedStages:
 
         Args:
             functions: The layers and functions of the stages that this process owns, by number.
-            loss_fn: The model's loss functions; one of them may take extra values of the layers.
+            loss_fn: The model's loss function, or a list of them. One may take extra values of the
+                layers beside the output, such as the auxiliary losses of experts: the layers then
+                carry these values on to the last stage.
         """
         loss = losses.find_loss_with_extra_values(loss_fn)
         loss_fns = losses.functions_in(loss_fn)
@@ -174,9 +177,12 @@ class OwnedStages:
         return False
 
     def edges(self, training: bool) -> Sequence[Edge] | None:
-        """Returns the edges between stages in a training batch or an evaluation; None for a chain.
+        """Returns the edges between stages; None for a chain.
 
         In a chain each stage takes what the one before returns.
+
+        Args:
+            training: Whether for a training batch, or else for an evaluation.
         """
         return None
 
@@ -219,6 +225,8 @@ class OwnedStages:
 
     def begin_uses(self, of_losses: Sequence[Tensor], shared: Collection[Tensor]) -> Uses:
         """Gives each use of a parameter in these stages its own gradient, for one batch.
+
+        A use is one layer's, or the loss functions', of one parameter.
 
         Args:
             of_losses: The parameters of the loss functions.

@@ -57,11 +57,12 @@ _SPLIT_SCHEDULE, _FULL_SCHEDULE = (
 
 
 class Sample(NamedTuple):
-    """The cost of one run of a layer, in seconds and bytes; :class:`LayerCost` has these fields.
+    """The cost of one run of a layer, in seconds and bytes; :class:`LayerCost` explains the fields.
 
-    ``split_forward`` are the seconds of an F that is followed by I and W, and ``free`` the bytes of
-    the output that the layer's own graph does not save. ``input_grad`` and ``weight_grad`` are None
-    if they were not measured. Exchanges with other ranks are counted over F and B together.
+    Only here are ``split_forward``, the seconds of an F that is followed by I and W, and ``free``,
+    the bytes of the output that the layer's own graph does not save. ``input_grad`` and
+    ``weight_grad`` are None if they were not measured. Exchanges with other ranks are counted over
+    F and B together.
     """
 
     forward: float
@@ -130,7 +131,12 @@ class LayerMeter:
         self._writes: dict[int, bool] = {}
 
     def run_of(self, stage: int) -> Run:
-        """Returns a function that runs a stage and measures each of its layers."""
+        """Returns ``run(value, micro_batch)``, which runs a stage and measures each of its layers.
+
+        ``value`` is the input of the stage, which stays unchanged, and ``micro_batch`` its global
+        number; None outside of a batch. ``run`` returns the detached output of the stage's last
+        layer, and adds a sample of each layer to ``samples``.
+        """
 
         def run(value: Nest, micro_batch: GlobalMicroBatch | None) -> Nest:
             functions, value = self._calls_of(stage, value)
@@ -144,6 +150,7 @@ class LayerMeter:
                     self._meters[index, number] = self._new_meter(index, function, layer)
                 meter = self._meters[index, number]
                 meter.run = functools.partial(self._run_layer, runner, number)
+                # In a list, which the meter empties to measure how much memory becomes free.
                 box = [value]
                 del value
                 value, sample = meter.sample(box, micro_batch)
@@ -192,7 +199,7 @@ class LayerMeter:
         Args:
             index: The number of the unit in its micro-batch.
             loss: The loss function.
-            output: The output of the last layer.
+            output: The output of the model's last layer for this unit.
             label: The labels of the unit.
         """
         meter = self._new_meter(index, loss, {})
@@ -248,7 +255,8 @@ class _Meter:
         """Runs the layer; returns its detached output, and the cost of a run.
 
         Args:
-            box: A list with only the layer's input, which is removed when the input is used last.
+            box: A list with the layer's input, to which nothing else refers. It is emptied after
+                the last run, so that the memory that then becomes free can be measured.
             micro_batch: The micro-batch of the input.
         """
 
@@ -273,6 +281,7 @@ class _Meter:
         # A recomputed layer holds only its output until backward.
         saved = max(held - bytes_of(output, box[0]), 0) if recompute else 0
         before = allocated_bytes()
+        # Frees what the graph of the last run does not save of the input.
         box.clear()
         releases = max(before - allocated_bytes(), 0)
         output = map_tensors(leaf_like, output)

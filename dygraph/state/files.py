@@ -52,11 +52,18 @@ class LayerInParts:
         ]
 
     def parts(self) -> dict[str, LocalTensor]:
-        """Returns one part of each whole weight, by name; it also knows the whole's shape."""
+        """Returns for each weight, by its name in the file, the last part that this process holds.
+
+        That is enough to check a file: each part describes the whole weight's dtype and shape.
+        """
         return dict(self._parts)
 
     def set_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Sets the parts from whole weights by name; these are read one after another."""
+        """Sets the parts from whole weights.
+
+        Args:
+            state: The whole weights by name, mapped from a file: of each only the parts are read.
+        """
         for name, local in self._parts:
             parameter: Tensor = local.tensor
             values = state[name] if local.cut is None else local.cut.taken_from(state[name])
@@ -64,7 +71,11 @@ class LayerInParts:
             parameter.set_value(paddle.to_tensor(native))
 
     def whole(self) -> dict[str, Tensor] | None:
-        """Returns the whole weights by name on the first of the ranks; else None. Collective."""
+        """Joins the parts of all ranks of the group. Collective over the group.
+
+        Returns:
+            On the first rank of the group the whole weights by name; on the others None.
+        """
         return joined_on_first(self._group(), self._parts) or None
 
 

@@ -44,7 +44,8 @@ class ObserverRow(NamedTuple):
     by_plan: bool = False
 
 
-#: The observers of a pipeline by name, the innermost first.
+#: The observers of a pipeline by name, the innermost first. ``of`` is the pipeline's ``Runtime``.
+#: "users" and "companion" are empty at first: ``Engines.observe`` and ``accompany`` fill them.
 OBSERVERS: Mapping[str, ObserverRow] = {
     "finite": ObserverRow(
         "fleetpipe.dygraph.observe.refusals:FiniteSends.asked_for",
@@ -155,7 +156,8 @@ class Engines:
             runtime: The ``Runtime`` of the pipeline, from which observers take their arguments.
             plan: The plan of a training batch.
             stage: Runs the actions.
-            evaluated: The placement and the edges of an evaluation.
+            evaluated: The placement and the edges of an evaluation; edges None for a chain, in
+                which each stage takes what the one before returns.
             overlaps: Whether a fused forward and backward run in turns, so that one computes while
                 the other exchanges values.
             walker: Makes the walker of a training batch.
@@ -181,9 +183,14 @@ class Engines:
         self._build_engines()
 
     def accompany(self, companion: Observer | None) -> None:
-        """Makes ``companion`` the only companion of the batches that follow; None for no companion.
+        """Sets the companion, the one observer that trains another model on the same batches.
 
+        For a captured model it trains the plain model beside the pipeline, and compares the two.
         The optimizer steps within the companion's ``step``, and guards verify that step later.
+
+        Args:
+            companion: The companion of the batches that follow, in place of the one before; None
+                for no companion.
         """
         self._observers_by_name["companion"].members[:] = [] if companion is None else [companion]
 
@@ -212,7 +219,8 @@ class Engines:
         Args:
             plan: The plan.
             observers: The observers of its operations.
-            training: For training batches, the state of overlapping computations and the walker.
+            training: For training batches, the state of overlapping computations (None if fused
+                actions do not overlap) and the maker of the walker; nothing for evaluations.
         """
         connections, timeout = self._job.connect(), self._job.timeout
         return Engine(plan, self._stage, connections, timeout, observers, *training)

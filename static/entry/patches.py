@@ -55,7 +55,7 @@ from fleetpipe.static.saved_state import assign, pair_with_values, tensor_in
 #: state to those of the program.
 _NAMES_ENTRY = "StructuredToParameterName@@"
 
-#: Each undoes one hook; empty while no hooks are installed.
+#: Functions that each remove one hook; empty while no hooks are installed.
 _undo: list[Callable[[], None]] = []
 
 
@@ -101,10 +101,11 @@ def save(
         original(program, model_path, protocol, **configs)
         return
 
-    def describe(path: str) -> None:
+    def save_by_paddle(path: str) -> None:
+        """Writes all of Paddle's files, of which ``saved_state.save`` takes the network's only."""
         original(program, path, protocol, **configs)
 
-    saved_state.save(model_path, program, protocol, describe if pipeline.local else None)
+    saved_state.save(model_path, program, protocol, save_by_paddle if pipeline.local else None)
 
 
 def load(
@@ -248,6 +249,13 @@ SERVED_METHODS = (state_dict, set_state_dict)
 def _assign_state(pipeline: StaticPipeline, state: Mapping[str, Any], scope: Scope) -> None:
     """Sets the variables of this process that a state names.
 
+    Other names in the state are ignored.
+
+    Args:
+        pipeline: The pipeline of the program.
+        state: Values by the names of the program's variables.
+        scope: The scope that has the variables.
+
     Raises:
         CheckpointError: The state names no variable of the program.
     """
@@ -284,7 +292,7 @@ def _refusing_pipeline_state(original: Callable[..., Any], name: str) -> Callabl
 
     Args:
         original: Paddle's function, which saves or loads the state of a whole program.
-        name: Its name.
+        name: The function's name.
     """
     signature = inspect.signature(original)
 
@@ -316,8 +324,8 @@ def _refusing_average(original: Callable[..., None], name: str) -> Callable[...,
     Another program is marked, so that it cannot become a pipeline's later.
 
     Args:
-        original: The constructor.
-        name: The name of Paddle's class, an average of parameters.
+        original: The constructor of the class.
+        name: The name of Paddle's class, which averages parameters over steps.
     """
 
     @functools.wraps(original)

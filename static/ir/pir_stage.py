@@ -15,14 +15,15 @@ from fleetpipe.static.ir import backward, pir_values
 
 
 class _Copy(NamedTuple):
-    """A copy of a stage's program.
+    """A copy of a stage's program, with what the stage knows of the program's parts.
 
     Attributes:
-        program: The copy.
-        ops: Its operations.
-        values: Its values by number.
-        forward: The indices of the forward's operations.
-        recomputed: The indices of the forward's operations that backward computes again.
+        program: The copied program.
+        ops: The operations of the copy, in order.
+        values: The stage's values in the copy, by their numbers in the whole program.
+        forward: The indices in ``ops`` of the forward's operations; the others are backward's.
+        recomputed: The indices in ``ops`` of the operations of the forward that backward runs
+            again.
     """
 
     program: Program
@@ -110,7 +111,8 @@ class PirStage:
         """Removes the operations of other stages; reads incoming values and feeds from variables.
 
         Args:
-            results: As for the constructor.
+            results: For each value by number, the index of its operation in the program, and the
+                position of the value in the operation's results.
         """
         self.feeds: dict[str, str] = {}
         ops = list(self._program.global_block().ops)
@@ -288,9 +290,11 @@ class PirStage:
         return op.name().startswith(pir_values.NORMS) or self._changed.isdisjoint(inputs)
 
     def _copy(self, program: Program | None = None) -> _Copy:
-        """Returns a copy of ``program``, itself a copy of the stage's program; None for the latter.
+        """Copies a program, and finds the stage's operations and values in the copy by position.
 
-        A copy has the operations of the stage's program, in the same order.
+        Args:
+            program: The program to copy: a copy of the stage's program, with the same operations in
+                the same order; None for the stage's program itself.
         """
         originals, copy = self._ops(), (program or self._program).clone()
         ops = list(copy.global_block().ops)
