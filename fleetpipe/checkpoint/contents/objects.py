@@ -39,8 +39,9 @@ _log = log.logger(__name__)
 #: The only key of a dict that stands for a NumPy array in a saved value.
 _ARRAY = "numpy array"
 
-#: For each name in ``state=`` a list: the prefix of the names of its tensors, and its value as a
-#: tree for JSON, in which numbers stand for tensors.
+#: One rank's ``state=`` as JSON: for each name a list of two, the prefix of the names of its
+#: tensors ("" without tensors), and its tree, in which a tensor is a dtype and a shape; see
+#: ``fleetpipe/transport/wire/structure.py``.
 Trees = Mapping[str, Any]
 
 #: The arguments of save and restore that are objects.
@@ -59,7 +60,7 @@ class ScriptState(SavedPart):
         Args:
             state: The objects and values by name.
             coordinates: The coordinates of this rank.
-            saved: The saved trees of those to restore; None for a save.
+            saved: The saved trees of the objects and values to restore; None for a save.
         """
         self._state, self._saved = state, saved or {}
         self._prefix = f"{coordinates.shard.number}.{coordinates.stages.number}"
@@ -68,13 +69,13 @@ class ScriptState(SavedPart):
 
     def trees(self) -> Trees:
         """Returns the trees to save as JSON."""
-        # Without a prefix, trees without tensors may be equal on all ranks.
+        # A tree without tensors gets no prefix, so that it may be equal on all ranks.
         contents = self._contents.items()
         return {name: [self._prefix if tensors else "", tree] for name, (tree, tensors) in contents}
 
     @functools.cached_property
     def _contents(self) -> dict[str, tuple[Any, list[Any]]]:
-        """The tree and the tensors of each object, as they are at the first use."""
+        """The tree and the tensors of each object or value, by name, taken at the first use."""
         contents = {}
         for name, value in self._state.items():
             try:
@@ -163,14 +164,22 @@ def _state_setter(value: Any) -> Any:
 
 
 def trees_for_rank(saved: Mapping[str, Any], coordinates: RankCoordinates) -> Trees:
-    """Returns the saved trees of ``state=`` that a rank restores.
+    """Chooses for each name in ``state=`` the saved tree that a rank restores.
+
+    It is that of the saved rank with the same coordinates; else of one with the same part of the
+    model in any replica; else the tree that all ranks saved alike.
 
     Args:
-        saved: The state of ``state=`` in ``state.json``, of all ranks that saved.
-        coordinates: The coordinates of the rank.
+        saved: The entry of ``state=`` in ``state.json``: "places" has the coordinates of each rank
+            that saved, "states" has the different :data:`Trees` of all ranks, and "of_rank" the
+            index in "states" of each rank's trees.
+        coordinates: The coordinates of the rank that restores.
+
+    Returns:
+        The chosen trees by name.
 
     Raises:
-        CheckpointError: No saved rank had this part of the model, and ranks saved different states.
+        CheckpointError: No saved rank had this part of the model, and ranks saved different trees.
     """
     chosen = {}
     all_coordinates = [RankCoordinates.from_json(parts) for parts in saved["places"]]

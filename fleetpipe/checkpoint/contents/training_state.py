@@ -201,6 +201,7 @@ class TrainingState:
         """
         random_here = random_states()
         random_of_rank = {**random_here, "paddle": type(random_here["paddle"])(), "streams": {}}
+        # What a merged state has for each rank, as :func:`_merge_by_rank` returns it.
         of_ranks = {"places": [RankCoordinates().to_json()], "of_rank": [0]}
         examples: dict[str, Json] = {
             "random": {**of_ranks, "states": [random_of_rank]},
@@ -340,17 +341,23 @@ def _restart_counters(scheduler: Scheduler) -> dict[str, Json]:
 def _without_contents(state: Mapping[str, Any], where: str) -> Json:
     """Returns an object's state as JSON with empty lists and dicts, for :func:`_has_types_of`.
 
-    ``where`` is the name of the state for errors.
+    An empty list or dict is an example for any list or dict. ``where`` is the name of the state for
+    errors.
     """
     values = plain(state, where).items()
     return {name: type(v)() if isinstance(v, (list, dict)) else v for name, v in values}
 
 
 def _has_types_of(saved: Json, example: Json) -> bool:
-    """Returns whether a saved value has the types of an example; None has any type.
+    """Returns whether a saved value of JSON has the same types as an example, at every depth.
 
-    A list has at least as many items as the example, of which the last stands for all further
-    ones; an empty list has any items. A dict has at least the keys of the example.
+    Numbers have one type, and None stands for a value of any type, on both sides. A saved list has
+    at least as many items as the example's list, whose last item is the example for all further
+    items; an empty list is an example for any list. A saved dict has at least the example's keys.
+
+    Args:
+        saved: The value from ``state.json``.
+        example: A value of the types that are expected.
     """
     if isinstance(saved, list) and len(saved) == 1 and not isinstance(example, list):
         (saved,) = saved  # a number that was a tensor
@@ -369,7 +376,13 @@ def _has_types_of(saved: Json, example: Json) -> bool:
 
 
 def _require_keys(what: str, state: Mapping[str, Any], saved: Mapping[str, Json]) -> None:
-    """Raises a CheckpointError if a saved state has other keys than the present one of ``what``."""
+    """Raises a CheckpointError if the saved state of an object has other keys than its state now.
+
+    Args:
+        what: The object's name in the error, such as "scaler".
+        state: The state of the object now.
+        saved: The saved state.
+    """
     if not isinstance(saved, dict) or set(state) != set(saved):
         raise CheckpointError(
             f"the saved state of the {what} is of another type of it",
@@ -455,7 +468,12 @@ def set_random_states(states: Json) -> None:
 def _merge_by_rank(states: Sequence[Json], all_coordinates: Sequence[RankCoordinates]) -> Json:
     """Returns the states of all ranks as one value of JSON, in which equal states occur once.
 
-    ``all_coordinates`` are those of each rank. :func:`_state_for_rank` reads the value.
+    The value has the coordinates of each rank ("places"), the different states ("states"), and for
+    each rank the index of its state ("of_rank"). :func:`_state_for_rank` reads it.
+
+    Args:
+        states: The state of each rank.
+        all_coordinates: The coordinates of each rank.
     """
     texts = [json.dumps(state, sort_keys=True) for state in states]
     distinct = list(dict.fromkeys(texts))
@@ -479,7 +497,8 @@ def _state_for_rank(saved: Json, coordinates: RankCoordinates, leads: bool = Tru
     """
     all_coordinates = [RankCoordinates.from_json(parts) for parts in saved["places"]]
     states_by_rank = [saved["states"][index] for index in saved["of_rank"]]
-    # The first rank, if several are equally like it.
+    # For each saved rank, which of its coordinates are equal; in a comparison of lists the earlier
+    # ones weigh more. The first of several equal lists is taken.
     likeness = [
         [mine == other for mine, other in zip(coordinates, saved_coordinates)]
         for saved_coordinates in all_coordinates

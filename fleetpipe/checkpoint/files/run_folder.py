@@ -30,20 +30,25 @@ from fleetpipe.checkpoint.files import manifest
 from fleetpipe.errors import CheckpointError, ConfigError, require_whole
 
 _WRITER_FILE = ".writer"
+#: The most bytes of a file ``.writer`` that are read.
 _MOST_BYTES = 4096
 #: The first bytes of a file ``.writer``.
 _WRITER_PREFIX = b'{"host": '
 #: The errors of opening a link, a folder or a socket.
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO)
 
+#: The owner of each folder of a run that this process uses, by the resolved path.
 _owner_of_folder: weakref.WeakValueDictionary[Path, FolderOwner] = weakref.WeakValueDictionary()
 
 _log = log.logger(__name__)
 
+#: What a user may give in the place of a step's number; see :meth:`Retention.step_folder`.
 LATEST, BEST = "latest", "best"
 _MODES = ("min", "max")
+#: The folder of a step; ``.old`` is the one that :func:`publish` replaces, until it is removed.
 _STEP = re.compile(r"step-(\d{8,})(\.old)?")
 _DRAFT, _ASIDE = ".draft-", ".aside"
+#: The folder of a step that :func:`set_aside` renamed.
 _SET_ASIDE = re.compile(rf"step-(\d{{8,}}){re.escape(_ASIDE)}(-\d+)?")
 
 
@@ -327,8 +332,11 @@ def publish(draft: Path, run_directory: Path, step: int) -> None:
 def set_aside(run_directory: Path, step: int) -> dict[int, Path]:
     """Renames the folders of the steps after ``step``, since the run went back to it.
 
+    ``step-00000500`` becomes ``step-00000500.aside``, which is no step any more; if that name is
+    taken, ``step-00000500.aside-2`` or the next free one.
+
     Returns:
-        The new folder of each renamed step, by number.
+        The new folder of each renamed step, by number, in ascending order.
 
     Raises:
         OSError: A folder cannot be renamed.
@@ -336,12 +344,14 @@ def set_aside(run_directory: Path, step: int) -> dict[int, Path]:
     moved = {}
     steps = complete_steps(run_directory)
     later = {number: path for number, path in steps.items() if number > step}
+    # The newest step first: an interruption leaves all steps up to some number, without a gap.
     for number, path in reversed(later.items()):
         final = folder_of(run_directory, number)
         endings = chain([_ASIDE], (f"{_ASIDE}-{turn}" for turn in count(2)))
         names = (final.with_name(final.name + ending) for ending in endings)
         moved[number] = next(name for name in names if not name.exists())
         path.rename(moved[number])
+        # Else the step that this one replaced would count as the step of this number again.
         remove(final.with_name(f"{final.name}.old"))
     return dict(reversed(moved.items()))
 
@@ -423,6 +433,7 @@ class Retention:
     run_directory: Path
     max_to_keep: int | None = None
     best: tuple[str, str] | None = None
+    #: The metrics of steps, by number and modification time (ns) of the step's manifest.
     _metrics: dict[tuple[int, int], Mapping[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -452,7 +463,7 @@ class Retention:
         if self.best is None:
             return None
         name, mode = self.best
-        sign = -1 if mode == "min" else 1
+        sign = -1 if mode == "min" else 1  # so that the largest is the best
         steps = complete_steps(self.run_directory)
         values = {step: self._metrics_of(step, path).get(name) for step, path in steps.items()}
         rated = [

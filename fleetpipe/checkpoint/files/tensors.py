@@ -38,7 +38,9 @@ CODES: Mapping[str, str] = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
+#: Paddle's name of each dtype, by the format's code.
 _DTYPES = {code: name for name, code in CODES.items()}
+#: A file begins with the length of its header, a number of so many bytes.
 _LENGTH_BYTES = 8
 #: The most bytes of a header, as in the safetensors library.
 _LARGEST_HEADER = 100_000_000
@@ -48,6 +50,7 @@ _BLOCK = 1 << 20
 #: The bytes of tensors that a file has at most, unless a single tensor has more.
 FILE_BYTES = 4 << 30
 
+#: Splits a name into texts and numbers, for :func:`_natural_key`.
 _DIGITS = re.compile(r"(\d+)")
 
 
@@ -76,14 +79,19 @@ def byte_runs(shape: tuple[int, ...], itemsize: int, cut: Region | None) -> Iter
     if cut is None:
         yield ByteRun(0, 0, math.prod(shape) * itemsize)
         return
-    inner = math.prod(shape[cut.axis + 1 :]) * itemsize
-    count = (cut.stop - cut.start) * inner
+    index_bytes = math.prod(shape[cut.axis + 1 :]) * itemsize  # of one index along the axis
+    run_bytes = (cut.stop - cut.start) * index_bytes
     for row in range(math.prod(shape[: cut.axis])):
-        yield ByteRun((row * cut.size + cut.start) * inner, row * count, count)
+        yield ByteRun((row * cut.size + cut.start) * index_bytes, row * run_bytes, run_bytes)
 
 
 def make_up_tensor(cuts: Sequence[Region | None], shape: tuple[int, ...]) -> bool:
-    """Returns whether parts, in this order, make up a tensor of a shape without overlap."""
+    """Returns whether parts, in this order, make up a tensor without gap or overlap.
+
+    Args:
+        cuts: The region of each part; None for the full tensor.
+        shape: The shape of the full tensor.
+    """
     if list(cuts) == [None]:
         return True
     end, axes = 0, set()
@@ -304,7 +312,12 @@ def blocks(file: FileIO, stored: Stored, cut: Region | None = None) -> Iterator[
 
 
 class Share(NamedTuple):
-    """A part of a tensor, by its region, and the rank of the job that writes it."""
+    """A part of a tensor, and the rank that writes it.
+
+    Attributes:
+        cut: The region of the part; None for the full tensor.
+        writer: The number of the rank in the job.
+    """
 
     cut: Region | None
     writer: int
@@ -315,8 +328,11 @@ class FilePlan(NamedTuple):
 
     Attributes:
         files: The layout of each file, by the file's name.
-        groups: The names of the files of each group of tensors.
-        shares: The parts of each tensor in their order along the axis, by file and tensor name.
+        groups: The names of the files of each group of tensors, by the group's name: one of
+            ``GROUPS``, such as "model" or "optimizer".
+        shares: The parts of each tensor, by the names of the file and of the tensor. They are in
+            the order in which they follow each other along the axis that ranks have cut; a tensor
+            that no rank has cut has one part.
     """
 
     files: Mapping[str, Layout]
@@ -454,6 +470,7 @@ def _split_into_files(group: str, tensors: Mapping[str, Described]) -> dict[str,
     A file has at most ``FILE_BYTES``, or one larger tensor.
     """
     contents: list[dict[str, Described]] = []
+    # The bytes of the last file so far; at first as if a file were full, so that one begins.
     filled = FILE_BYTES
     for name, tensor in tensors.items():
         if filled + tensor.nbytes > FILE_BYTES and filled:
