@@ -91,12 +91,13 @@ class Peak(NamedTuple):
 class _Moments(NamedTuple):
     """What a rank holds while each of its actions runs, equal moments once.
 
-    A column is a stage of the rank and an index of a slice, in this order.
+    The activations of each stage of the rank, and of each slice of a micro-batch, are counted
+    apart. The pairs (stage, index of the slice), in ascending order, are called columns below.
 
     Attributes:
-        counts: For each moment three numbers for each column, as one row of the array: all counts
-            of forwards whose B has not run, then all of forwards whose I has not run, then all of
-            backwards whose W has not run.
+        counts: One row for each moment, with three numbers for each column: first for all columns
+            the forwards whose whole B has not run, then for all columns the forwards whose I has
+            not run, then for all columns the backwards whose W has not run.
         stages: For each moment the column of the action that runs.
     """
 
@@ -148,22 +149,26 @@ def activation_peak(
     Args:
         schedule: The schedule that runs.
         rank: The rank.
-        stages: The costs of the rank's stages, at least.
-        slices: Their costs for each slice of a micro-batch, if the schedule has slices.
+        stages: The costs of a micro-batch by the number of the stage; those of this rank's stages
+            are read.
+        slices: For each slice of a micro-batch, the same costs of the slice; empty if the schedule
+            has no slices.
     """
     moments = _moments_of(schedule)[rank]
     owned = schedule.placement.stages_of(rank)
+    # A cost for each column of the moments, and the bytes of each of the counts in their rows.
     costs = [part[stage] for stage in owned for part in slices or [stages]]
-    held = [
-        *(stage.held for stage in costs),
-        *(stage.held_split for stage in costs),
-        *(stage.waiting for stage in costs),
+    bytes_of_counts = [
+        *(cost.held for cost in costs),
+        *(cost.held_split for cost in costs),
+        *(cost.waiting for cost in costs),
     ]
-    working = np.array([stage.working for stage in costs])
-    sums = moments.counts @ np.array(held) + working[moments.stages]
+    working = np.array([cost.working for cost in costs])
+    sums = moments.counts @ np.array(bytes_of_counts) + working[moments.stages]
     most = int(sums.argmax())
+    # The three kinds of counts by stage: those of its slices are added up.
     counts = moments.counts[most].reshape(3, len(owned), -1).sum(axis=2).tolist()
-    whole, split, waiting = (dict(zip(owned, part)) for part in counts)
+    whole, split, waiting = (dict(zip(owned, of_stages)) for of_stages in counts)
     return Peak(int(sums[most]), whole, split, waiting)
 
 
@@ -179,13 +184,17 @@ def _moments_of(schedule: Schedule) -> list[_Moments]:
 
 
 def _moments_of_rank(schedule: Schedule, rank: int) -> _Moments:
-    """Counts what a rank holds while each action of its row runs."""
+    """Counts what a rank holds while each action of its row runs.
+
+    The actions are F, B (a whole backward), I and W (the two parts of a split one).
+    """
     row = list(flatten(schedule.actions[rank]))
+    # The backwards that are split: their forwards are counted apart.
     split = {(action.stage, action.micro_batch) for action in row if action.kind == "I"}
     owned = schedule.placement.stages_of(rank)
     columns = len(owned) * schedule.slices
     counts = [0] * (3 * columns)
-    # The keys are the moments, in order, without repetitions.
+    # The keys are the moments, in order, without repetitions: the counts, then the column.
     seen: dict[tuple[int, ...], None] = {}
     for kind, stage, micro_batch in row:
         column = owned.index(stage) * schedule.slices + micro_batch % schedule.slices
@@ -216,7 +225,7 @@ def choose_recompute(
         schedule: The schedule that runs.
         layers: The layers of the model.
         stages: The costs of stages of these layers.
-        boundaries: The cut.
+        boundaries: The first layer of each stage, then the number of layers.
         free: Bytes that a rank may use.
         optimizer_copies: Tensors of the size of a gradient in the optimizer's state.
 
@@ -229,6 +238,7 @@ def choose_recompute(
         costs = {stage: plain[stage] for stage in schedule.placement.stages_of(rank)}
         left = free - static_bytes([*costs.values()], optimizer_copies)
         peak = activation_peak(schedule, rank, costs)
+        # By stage and number of a layer: what its recompute costs for each byte that it saves.
         prices = {
             (stage, number): _seconds_per_byte(layers[number], stage, peak)
             for stage in costs

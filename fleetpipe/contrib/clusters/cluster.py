@@ -20,7 +20,8 @@ from fleetpipe.profiling.memory import read_bytes
 #: Pairs of the size of a matrix product, the cube root of its multiplications, and its FLOP/s.
 Curve = tuple[tuple[float, float], ...]
 
-#: Ranks that exchange values: how many, and the distance between their numbers in the job.
+#: Ranks that exchange values: how many, and by how much the numbers that two successive ones of
+#: them have in the job differ, the distance. (4, 8) are ranks 0, 8, 16 and 24, for example.
 Group = tuple[int, int]
 
 #: The algorithms of an all-reduce.
@@ -59,8 +60,10 @@ class Cluster:
         inside: Link between devices of one host: latency, and seconds for each byte.
         between: Link between hosts, for each device.
         all_reduce: "ring" or "tree".
-        overlapped_transfers: The share of a transfer between stages during which ranks compute.
-        overlapped_gradients: The share of the exchange of gradients during which ranks compute.
+        overlapped_transfers: The share of a transfer between stages during which ranks compute,
+            0 to 1.
+        overlapped_gradients: The share of the exchange of gradients during which ranks compute,
+            0 to 1.
         profiled: FLOP/s of the machine that a profile was measured on.
     """
 
@@ -130,7 +133,7 @@ class Cluster:
 
         Args:
             size: Bytes that each member has at the end.
-            group: The members.
+            group: The ranks that take part, its members.
             messages: The number of successive gathers into which the bytes are split.
         """
         ranks, _ = group
@@ -261,15 +264,19 @@ _READERS: dict[str, Callable[[JsonValue], Any]] = {
 
 
 class JobLayout(NamedTuple):
-    """The split of a job among ranks. The order of axes is Fleet's: tensor innermost, data outside.
+    """The split of a job among ranks.
+
+    The order of the axes is Fleet's, from the innermost: tensor, context, sharding, pipeline, data.
+    The numbers of successive ranks along an axis differ by the product of the degrees before it.
 
     Attributes:
         pipeline: Ranks of a pipeline.
-        tensor: Ranks that share each weight.
+        tensor: Ranks among which each weight is split.
         data: Replicas that each store the whole optimizer state.
         sharding: Replicas among which the optimizer's state is split.
-        context: Ranks that share each sequence.
-        expert: Ranks that share the experts, among those with different sequences.
+        context: Ranks among which each sequence is split.
+        expert: Ranks among which the experts are distributed. They are ranks of different replicas,
+            so this adds no ranks to the job.
         schedule: The schedule's name.
         chunks: Chunks on each rank.
         micro_batch: Sequences of a micro-batch.
@@ -310,12 +317,12 @@ class JobLayout(NamedTuple):
 
     @property
     def shards(self) -> Group:
-        """The group of ranks that split the optimizer's state."""
+        """The ranks among which the optimizer's state is split: how many, and their distance."""
         return (self.sharding, self.tensor * self.context)
 
     @property
     def copies(self) -> Group:
-        """The group of ranks with the same parameters and the same optimizer shard."""
+        """The ranks with the same parameters and optimizer shard: how many, and their distance."""
         return (self.data, self.tensor * self.context * self.sharding * self.pipeline)
 
     @property
