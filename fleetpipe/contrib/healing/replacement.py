@@ -74,6 +74,7 @@ def connect_again(job: Job, now: Generation, store_moved: bool) -> None:
             raise GenerationChanged("another rank has died while the job healed")
 
     timeout = job.timeout
+    # The prefix of the keys in the store by which the ranks of this generation meet.
     namespace = f"fleetpipe/0/generation/{now.number}"
     job.disconnect()
     if store_moved:
@@ -171,11 +172,11 @@ def begin_alone(
     return job
 
 
-def restore(kept: KeptState, job: Job, directory: Path) -> int:
+def restore(states: KeptState, job: Job, directory: Path) -> int:
     """Restores a process that replaces a rank to the step of the others; returns that step.
 
     Args:
-        kept: The states that the replaced process has stored.
+        states: The states that the replaced process has stored, one for each of its last steps.
         job: The job, which is not connected yet.
         directory: The directory of the attempt's files.
 
@@ -196,15 +197,15 @@ def restore(kept: KeptState, job: Job, directory: Path) -> int:
         if time.monotonic() > deadline:
             raise PipelineTimeout(f"ranks {sorted(awaited - step_of.keys())} did not come to heal")
         time.sleep(_POLL_SECONDS)
-    step = kept.newest_of_all()
+    step = states.newest_of_all()
     # Some ranks may have done one step more, which they will repeat.
     others_steps = {done for done in step_of.values() if done != step}
     if step is None or len(others_steps) > 1 or min(others_steps, default=step) < step:
         why = f"ranks are at other steps than {step}, the newest that all have kept"
         attempt_files.tell_unhealed(why)
         raise CheckpointError(why, got=str(step_of))
-    kept.restore(step)
-    kept.forget_after(step)
+    states.restore(step)
+    states.forget_after(step)
     _log.info(f"this process has the place of rank {attempt_files.own_rank()} after {step} steps")
     return step
 
@@ -213,7 +214,11 @@ def restore(kept: KeptState, job: Job, directory: Path) -> int:
 def _without_connections(timeout: float) -> Iterator[None]:
     """While it is open, Paddle makes groups without connecting their members.
 
-    The other ranks have made theirs, and would not answer.
+    The other ranks have made their groups before, and would not answer. After it, an operation of
+    such a group raises an error until the group is connected.
+
+    Args:
+        timeout: Seconds that a member of such a group may later wait for another one.
     """
     paddle_groups.make_unconnected(timeout)
 

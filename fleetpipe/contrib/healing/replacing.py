@@ -66,7 +66,7 @@ class Healer:
 
         Args:
             directory: The directory of the attempt's files.
-            most: The number of processes that may be replaced.
+            most: The number of processes that may be replaced, in all ranks together.
         """
         self._ranks: list[Rank] = []
         self._directory = directory
@@ -95,7 +95,7 @@ class Healer:
             importlib.import_module(_REPLACEMENT)
         running = [rank for rank in self._ranks if rank.code is None]
         ended = [(rank, code) for rank in running if (code := rank.process.poll()) is not None]
-        # Ranks that end because another one ended (EXIT_CODE) come last.
+        # Ranks that end with EXIT_CODE, because another one has ended, come last.
         for rank, code in sorted(ended, key=lambda end: end[1] == EXIT_CODE):
             number = rank.started.rank
             why_not = self._reason_against(number, code) if code else ""
@@ -124,7 +124,11 @@ class Healer:
                     return
 
     def _is_awaited(self, rank: int) -> bool:
-        """Returns whether a process that replaces another one waits for a rank to meet it."""
+        """Returns whether the others still wait for a rank, which has ended.
+
+        That is so if some process was replaced, and the rank is not among those that have come to
+        connect with the new process.
+        """
         now = self._generation.number
         return bool(now) and rank not in attempt_files.waiting_places(self._directory, now)
 
@@ -186,6 +190,7 @@ class Healer:
         self._replacements_left -= 1
         self._replaced.append((number, code))
         systems.end_session(rank.pid)  # the children that the rank has left
+        # What the ended process has written about itself is not true of the new one.
         for file in ("place", "code"):
             (self._directory / f"{file}.{number}").unlink(missing_ok=True)
         now = before.number + 1
@@ -214,6 +219,7 @@ def _replacement_program(started: RankProcess, number: int) -> Program:
         started: The process of the rank that the launcher started.
         number: The generation that begins with the new process.
     """
+    # Paddle reads variables with a prefix of EARLY when it is loaded, as it is in this process.
     early = {name: value for name, value in os.environ.items() if name.startswith(EARLY)}
     environment = {**early, **started.environment, attempt_files.BEGAN: str(number)}
 
