@@ -118,9 +118,9 @@ def _draw_mask(original: Wrapper, x: Tensor, *more: Any, **named: Any) -> np.nda
     """
     states = paddle.get_rng_state()
     with paddle.no_grad():
-        kept: np.ndarray = numbers_of(original(paddle.ones_like(x), *more, **named) != 0)
+        mask: np.ndarray = numbers_of(original(paddle.ones_like(x), *more, **named) != 0)
     paddle.set_rng_state(states)
-    return kept
+    return mask
 
 
 class _Hooks(BatchObserver):
@@ -137,7 +137,7 @@ class _Hooks(BatchObserver):
         self._paths: list[str | None] = []
         #: Whether the outermost layer is in training.
         self._training = False
-        #: By optimizer how often its step was skipped, so that the twin reads more samples first.
+        #: By the id of an optimizer, how often a twin has put its step off, to read more samples.
         self._put_off: Counter[int] = Counter()
         #: Whether no layer is recorded now.
         self._paused = False
@@ -210,8 +210,8 @@ class _Hooks(BatchObserver):
         mask = self._feed.full_tensors.mask(key, tuple(output.shape), self._recorder.recorded)
         if mask is None:
             return output
-        kept = x * paddle.to_tensor(mask).astype(x.dtype)
-        return kept / (1 - p) if mode == "upscale_in_train" else kept
+        masked = x * paddle.to_tensor(mask).astype(x.dtype)
+        return masked / (1 - p) if mode == "upscale_in_train" else masked
 
     def run_recompute(self, original: Wrapper, function: Any, *inputs: Any, **named: Any) -> Any:
         """Runs a function with recompute; in a twin without it."""
@@ -318,6 +318,7 @@ class _Hooks(BatchObserver):
 
     def computed(self) -> None:
         """Records the losses, and the gradients of this rank's micro-batches."""
+        # For each loss function, the losses of the micro-batches; None on ranks without a loss.
         recorder, losses = self._recorder, self._pipeline.total_loss
         for number, share in enumerate(losses[self._loss_fn_idx] if losses else (), self._earlier):
             recorder.put(TensorKey(recorder.step, "loss", "", number, "share"), share)
@@ -363,14 +364,24 @@ class _Hooks(BatchObserver):
     ) -> Any:
         """Steps an optimizer, and records its inputs and the new parameters.
 
+        A wrapper of an optimizer calls the ``step`` of the optimizer within its own: the outermost
+        call counts as the step.
+
         A twin with fewer samples than all replicas of the job together does not step yet: its
         script goes on, and the next samples count for this step too.
+
+        Returns:
+            What ``step`` returns; None if the twin does not step yet.
         """
         recorder, feed = self._recorder, self._feed
         if recorder.main_root is None:
             return original(optimizer, *more, **named)
-        alone = self._steps_within == 0 and not recorder.in_pipeline
-        if alone and feed is not None and feed.must_read_on(recorder.recorded, recorder.step):
+        in_users_loop = self._steps_within == 0 and not recorder.in_pipeline
+        if (
+            in_users_loop
+            and feed is not None
+            and feed.must_read_on(recorder.recorded, recorder.step)
+        ):
             self._put_off[id(base_optimizer(optimizer))] += 1
             return None
         if self._steps_within == 0 and "gradient" not in recorder.stored_phases:
@@ -390,7 +401,7 @@ class _Hooks(BatchObserver):
         return result
 
     def clear_grad(self, original: Wrapper, optimizer: Optimizer, *more: Any, **named: Any) -> None:
-        """Clears gradients, unless the step was skipped and they still accumulate."""
+        """Clears gradients, unless the step was put off and they still accumulate."""
         if not self._put_off[id(base_optimizer(optimizer))]:
             original(optimizer, *more, **named)
 

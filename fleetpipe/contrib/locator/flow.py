@@ -405,26 +405,27 @@ class Flow:
 
     # The cause
 
-    def describe(self, wrong: list[Outcome]) -> Location:
+    def describe(self, outcomes: list[Outcome]) -> Location:
         """Describes where and why a tensor is wrong.
 
         Args:
-            wrong: The outcomes of the tensor on all ranks that have it.
+            outcomes: The comparison on every rank that has the tensor, right ones included: which
+                ranks are right shows the axis along which the others are wrong.
         """
-        step, bad = self._step, [outcome for outcome in wrong if not outcome.right]
-        key, ranks = bad[0].key, [outcome.rank.rank for outcome in bad]
-        partial = next((outcome.partial for outcome in bad if outcome.partial), "")
-        axis = partial or step.axis_of(ranks, [outcome.rank.rank for outcome in wrong])
+        step, wrong = self._step, [outcome for outcome in outcomes if not outcome.right]
+        key, ranks = wrong[0].key, [outcome.rank.rank for outcome in wrong]
+        partial = next((outcome.partial for outcome in wrong if outcome.partial), "")
+        axis = partial or step.axis_of(ranks, [outcome.rank.rank for outcome in outcomes])
         axis = axis or step.first_split_axis("mp", "sep", "cp", "ep")
         if key.phase == "gradient":
-            layer, cause = self._blame_for_gradient(bad[0], partial)
+            layer, cause = self._blame_for_gradient(wrong[0], partial)
         else:
             layer, cause = self._blame_for_value(key, partial, axis)
-            rows = self.twin_rows_of(bad[0].rank, key.micro_batch)
+            rows = self.twin_rows_of(wrong[0].rank, key.micro_batch)
             if rows.places and rows.micro_batch is None:
                 axis = axis or step.first_split_axis("dp", "sharding")
                 cause = locator.OTHER_ROWS
-        worst = max(bad, key=lambda outcome: outcome.gap)
+        worst = max(wrong, key=lambda outcome: outcome.gap)
         measured = key.micro_batch, worst.gap, worst.tolerance
         return step.location(layer, key.phase, ranks, cause, axis, *measured)
 

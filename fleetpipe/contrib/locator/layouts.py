@@ -431,8 +431,8 @@ class FullTensors:
             like: The full tensor.
 
         Returns:
-            The sum of the ranks' relative differences; empty if no rank has a part, or no layout
-            has such shapes.
+            The sum of the ranks' relative differences, which is 0 for equal bits only; empty if no
+            rank has a part, or no layout has such shapes.
         """
         shards = [(rank, part) for rank, part in zip(self._job.ranks, parts) if part is not None]
         if not shards:
@@ -474,6 +474,7 @@ class FullTensors:
             The mask; None if the job has none for these samples.
         """
         samples = bytes_of_rows(twin, key.step).get(key.micro_batch, [])
+        # For each sample of the twin's micro-batch, where the job has it.
         matched = [self._sources(key.step).get(sample) for sample in samples]
         sources = [source for source in matched if source is not None]
         if len(sources) < len(samples) or not samples:
@@ -484,6 +485,7 @@ class FullTensors:
             data = twin.in_phase(key.step, "data").items()
             full = {p.role: t for p, t in data if p.micro_batch == key.micro_batch}
             return self._join_replica(there, replica, shape, full)
+        # Samples stand along the first dimension of a mask, or along the second.
         for axis in range(min(2, len(shape))):
             pieces = []
             for sample, (replica, number, rows) in zip(samples, sources):
@@ -548,9 +550,10 @@ class FullTensors:
     def _has_successive_pieces(
         self, key: TensorKey, replica: int, role: str, full: np.ndarray
     ) -> bool:
-        """Returns whether a replica's ranks certainly have successive pieces of a sample.
+        """Returns whether the bits of a sample show that its ranks have successive pieces of it.
 
-        In a zigzag a rank has a piece from the front and one from the back instead.
+        In a zigzag a rank has a piece from the front and one from the back instead. The result is
+        False also if both layouts give the same bits, or if no layout gives the full tensor's.
 
         Args:
             key: A key of the micro-batch.
@@ -560,6 +563,7 @@ class FullTensors:
         """
         of_sample = TensorKey(key.step, "data", "", key.micro_batch, role)
         gaps = self._gaps_by_layout(self._tensors_of_replica(replica, of_sample), full)
+        # The layouts that split the tensor, and under which all ranks' parts have its bits.
         fitting = [layout for layout, far in gaps.items() if layout and far == 0]
         return bool(fitting) and not any(cut.zigzag for layout in fitting for cut in layout)
 

@@ -178,7 +178,7 @@ class _Comparison:
             return None
         tolerance = step.tolerance(step.key("loss", "", "share", 0), np.zeros(1, "float32"))
         ratio = _sum_losses(shares.values()) / (_sum_losses([expected]) or 1.0)
-        off = self._distance_to_scale(ratio)
+        off = self._distance_to_scale(ratio)  # 0 to rounding, if all is right
         if off <= tolerance or self._adds_up_along_mp(ratio, _sum_losses([expected]), tolerance):
             return None
         if flow.waiting is not None:
@@ -231,14 +231,17 @@ class _Comparison:
         """Returns whether ranks along mp have losses of different tokens, which sum to the twin's.
 
         Args:
-            ratio: The losses of one rank along mp, divided by the twin's.
+            ratio: The sum of the losses, of the ranks along mp only that of the first one, divided
+                by the twin's loss.
             expected: The twin's loss.
             tolerance: The relative difference that rounding may cause.
         """
         members = self._step.degrees.get("mp", 1)
+        # The same ratio if all ranks along mp count.
         total = _sum_losses(self._losses_by_coordinate("mp").values()) / (expected or 1.0)
         if abs(total - members * ratio) <= tolerance * abs(total):  # all have the same loss
             return False
+        # Each rank's loss is a share of the loss of all tokens, or the mean over its own tokens.
         return min(self._distance_to_scale(total / n) for n in (1, members)) <= tolerance
 
     def _check_returned_losses(self) -> Location | None:
@@ -299,7 +302,10 @@ def _unmatched_samples_error(replica: int, step: int) -> UsageError:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs a job and its twin and prints the result; in a started process, records a script.
+    """Runs a job and its twin and prints the result.
+
+    The processes that it starts for them run this command again; there the variable ``SETTING`` is
+    set, and the command runs and records the script.
 
     Returns:
         0 if nothing differs beyond rounding, 1 if something does, 2 if the command itself fails.
