@@ -118,7 +118,13 @@ def _is_usable_number(value: Any) -> bool:
 
 
 class HistoryRow(NamedTuple):
-    """The figures by name of a step, or of the ``stride`` steps that end with the step."""
+    """The figures of a step, or of the ``stride`` steps of the history that end with the step.
+
+    Attributes:
+        step: The step, or the last of the steps.
+        figures: By name, the value in the last of the steps that has it, not a mean; but NaN or an
+            infinity if one of the steps has it so.
+    """
 
     step: int
     figures: Mapping[str, float]

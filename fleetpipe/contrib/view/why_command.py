@@ -104,7 +104,8 @@ class TraceAnalysis:
         schedules: The times of a step under other schedules.
         account: The seconds of a mean step by what a mean rank spends them on.
         shares: The shares of wall time; empty if the trace does not record them.
-        early: By rank the number of actions that it ran before others that the schedule has first.
+        early: By number of a rank in its pipeline, how many actions it ran before others that the
+            schedule has first, in all steps and replicas.
     """
 
     def __init__(self, steps: Steps, machine: replay.Machine, device: str) -> None:
@@ -112,6 +113,7 @@ class TraceAnalysis:
         self.slowdown, self.schedules = slowdown_of(steps), alternatives(steps)
         self.account = replay.account_of(steps, machine)
         self.shares = replay.shares_of(steps, machine)
+        # In a trace the stage of an operation is the number of its rank in the pipeline.
         early = Counter(op.stage for step in steps for op in step.operations if op.early)
         self.early = dict(sorted(early.items()))
         #: Seconds of all steps: as measured, as replayed, and ideal.
@@ -224,30 +226,31 @@ def page(analysis: TraceAnalysis) -> str:
 
 def _draw_timelines(analysis: TraceAnalysis) -> Drawing:
     """Draws the step that lost most, as it ran and with ideal durations, of the slowest replica."""
-    ranks, ideal = analysis.slowdown.ranks, ideal_times(analysis.steps)
+    # By rank, as (replica, number in the pipeline), its score; by kind, the ideal seconds.
+    scores, ideal = analysis.slowdown.ranks, ideal_times(analysis.steps)
     lost = [replayed - ideal for _, replayed, ideal in analysis.slowdown.step_times]
     step = analysis.steps[int(np.argmax(lost))]
-    replica = max(ranks, key=lambda rank: ranks[rank])[0]
+    replica, _ = max(scores, key=lambda rank: scores[rank])
     durations = np.array([[ideal[op.kind]] for op in step.operations])
     ends = step.ends(durations)
     begin = min(op.start for op in step.operations)
-    measured, replayed, stages = [], [], {}
+    measured, replayed, rank_by_part = [], [], {}
     for op, end, duration in zip(step.operations, ends.flat, durations.flat):
         if op.replica == replica and op.kind not in traced.COMMUNICATIONS:
             name = op.kind
-            if len(name) == 1:
+            if len(name) == 1:  # F, B, I or W
                 name = f"{op.kind}{op.part}.{op.micro_batch}"
             measured.append(Event(op.stage, name, op.start - begin, op.end - begin))
             replayed.append(Event(op.stage, name, float(end - duration), float(end)))
-            stages[op.part] = op.stage
+            rank_by_part[op.part] = op.stage
     try:
-        placement = traced.placement_of(stages)
+        placement = traced.placement_of(rank_by_part)
     except ValueError as error:
         fix = "give a trace of all ranks, or leave out --output"
         raise ConfigError(
             "the pipeline cannot be drawn", cause=str(error)[:200], fix=fix
         ) from error
-    of_replica = f" of replica {replica}" if len({rank[0] for rank in ranks}) > 1 else ""
+    of_replica = f" of replica {replica}" if len({r for r, _ in scores}) > 1 else ""
     title = f"Step {step.operations[0].step}{of_replica} as it ran"
     return lay_out_timelines(
         [
