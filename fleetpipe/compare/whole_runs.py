@@ -64,6 +64,8 @@ _COPIED_BYTES = 1 << 20
 _TIMES_FIRST, _LEAST_LIMIT = 20, 600
 #: The line of an error under its traceback, or of a refused command.
 _ERROR = re.compile(r"(\[rank \d+\]: )?[\w.]*(Error|Exception|Failed|Timeout): |fleetpipe: ")
+#: The exit code of a way that its limit has ended, as of the command ``timeout``.
+_TIMED_OUT = 124
 #: Seconds between SIGTERM and SIGKILL.
 _SECONDS_TO_END = 30
 #: The most files of a working directory that is copied.
@@ -182,7 +184,10 @@ class VariantRun:
 
     @cached_property
     def printed(self) -> Mapping[str, Any]:
-        """The printed lines of all ranks, by the keys of :func:`enumerate_lines`."""
+        """The summaries of the lines that all ranks print, by the keys of :func:`enumerate_lines`.
+
+        Of lines with one key that several ranks print, the first rank's counts.
+        """
         logs = sorted((self.folder / "logs").glob("workerlog.*")) or [self.folder / "stdout"]
         lines_of_ranks: dict[str, Any] = {}
         for log in logs:
@@ -239,7 +244,7 @@ def run(way: Variant, script: Sequence[str], folder: Path, limit: float | None) 
         if way.ranks > 1:
             command += ["--nproc", str(way.ranks), "--log-dir", str(folder / "logs")]
         done.code = _run_process([*command, *script], done, limit)
-        if done.code == 124:
+        if done.code == _TIMED_OUT:
             break
     return done
 
@@ -261,7 +266,7 @@ def _run_process(command: Sequence[str], done: VariantRun, limit: float | None) 
         try:
             return process.wait(limit)
         except subprocess.TimeoutExpired:
-            return 124
+            return _TIMED_OUT
         finally:
             if process.poll() is None:  # its limit is over, or Ctrl-C came
                 process.terminate()
@@ -404,10 +409,11 @@ class Judge:
         self._trail = first.trail()
         #: The names of the random generators that the script does not seed.
         self._unseeded = unseeded(self._trail, again.trail()) if any(again.trail()) else frozenset()
+        #: The summaries of the printed lines with numbers, by the keys of :func:`enumerate_lines`.
         self._lines = {
-            line: one
-            for line, one in first.printed.items()
-            if one.numbers and again.printed.get(line) == one
+            line: summary
+            for line, summary in first.printed.items()
+            if summary.numbers and again.printed.get(line) == summary
         }
         self._files = {
             path: content
@@ -440,7 +446,7 @@ class Judge:
 
     def _describe_failure(self, done: VariantRun) -> str:
         """Returns how a run failed, in words; "" if it ended with exit code 0."""
-        if done.code == 124:
+        if done.code == _TIMED_OUT:
             return "did not end within the limit"
         return f"exit code {done.code}: {done.error()}" if done.code else ""
 
@@ -470,24 +476,28 @@ class Judge:
         return WayVerdict(name, True, f"{calls}: equal {how}")
 
     def _output_difference(self, done: VariantRun, exact: bool) -> str:
-        """Returns the first difference in files or printed numbers; "" if there is none.
+        """Returns the first difference in files or printed numbers, in words; "" without one.
+
+        A line that this way does not print at all is no difference: ways may print other lines.
 
         Args:
             done: The results of the way.
-            exact: Whether its calls have the same bits; if not, only numbers are compared.
+            exact: Whether its calls have the same bits as the first way's. If they differ by
+                rounding, only what has numbers is compared: rounding changes every other summary.
         """
         for path, content in self._files.items():
-            other = done.files.get(path)
-            if other is None:
+            here = done.files.get(path)
+            if here is None:
                 return f"{path} is not written"
-            for name, one in content.items():
-                # Without numbers only the digests can differ, which rounding changes too.
-                if name not in other or ((one.numbers or exact) and texts_apart(one, other[name])):
+            # The name is that of a line or of a tensor in the file, "" for the file as a whole.
+            for name, summary in content.items():
+                compared = exact or summary.numbers
+                if name not in here or (compared and texts_apart(summary, here[name])):
                     return f"{path} has another {name or 'content'}"
-        for line, one in self._lines.items():
+        for line, summary in self._lines.items():
             printed = done.printed.get(line)
-            if printed is not None and texts_apart(one, printed):
-                return f"it prints {line!r} with {printed.digest}, not {one.digest}"
+            if printed is not None and texts_apart(summary, printed):
+                return f"it prints {line!r} with {printed.digest}, not {summary.digest}"
         return ""
 
 

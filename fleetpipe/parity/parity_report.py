@@ -257,30 +257,35 @@ class Repetition:
     def __init__(self, reference: Reference, report: Report) -> None:
         """Takes a reference, and the report that gets the differences of its runs."""
         self._reference, self._report = reference, report
-        #: As ``spread`` and ``largest_spread`` of :class:`Report`.
+        #: As ``spread`` and ``largest_spread`` of :class:`Report`: by place, and the largest with
+        #: its place.
         self._spread: dict[str, float] = {}
         self._largest = (0.0, "")
 
     def train(
-        self, train: Callable[[], Nest], drawing: Callable[[], AbstractContextManager[None]]
+        self, run_step: Callable[[], Nest], drawing: Callable[[], AbstractContextManager[None]]
     ) -> tuple[Outputs, Nest]:
-        """Runs a step: on a GPU twice, and collectively; on a CPU once, since it repeats its bits.
+        """Runs forward and backward of a step: once on a CPU, which repeats its bits.
+
+        On any other device the step runs twice from the same state, and the two runs are compared;
+        this is collective over the job, of which each rank has a reference.
 
         Args:
-            train: Runs the step forward and backward, and returns the loss.
+            run_step: Runs forward and backward once, and returns the loss.
             drawing: Returns the context that sets the step's random streams.
 
         Returns:
-            The outputs of layers, and the loss.
+            The outputs of layers, and the loss; of two runs those of the second.
         """
         model = self._reference.model
 
         def run() -> tuple[Outputs, Nest]:
             with drawing(), record_model(model, self._reference.names) as outputs:
-                return outputs, train()
+                return outputs, run_step()
 
         if device_kind() == "cpu":
             return run()
+        # The first run leaves no trace: its gradients and the layers' new state are dropped.
         with model_kept(model.sublayers(include_self=True), model.parameters()):
             first = self._values_of(*run())
         outputs, loss = run()

@@ -88,7 +88,7 @@ class AttributeCopies:
         Collective over the pipeline.
         """
         changed = {
-            key: value
+            key: value  # the key is the path of a layer and the name of the attribute
             for key, value, text in _plain_attributes(pipe.with_modes)
             if self._text_by_attribute.get(key) != text and (key[0] or pipe.with_modes is not pipe)
         }
@@ -123,7 +123,12 @@ def _plain_attributes(model: Layer) -> Iterator[tuple[AttributeKey, Any, str]]:
 
 
 def _text_of_value(value: Any) -> str | None:
-    """Returns a text that is equal for equal values only; None if the value is not plain."""
+    """Returns a text that is equal for equal values only; None if the value is not plain.
+
+    Two functions are equal if they have the same code, and equal values in their closures and
+    defaults. A function of fleetpipe is not plain: fleetpipe puts it on a layer in place of the
+    layer's own method, and no script has set it.
+    """
     if type(value) in _PLAIN_TYPES:
         return repr(value)
     if isinstance(value, paddle.Tensor):
@@ -131,7 +136,7 @@ def _text_of_value(value: Any) -> str | None:
         return digest_of(value) if plain and has_memory(value) and value.is_dense() else None
     if isinstance(value, FunctionType):
         if value.__module__.startswith("fleetpipe."):
-            return None  # it replaces a layer's own method
+            return None
         return _text_of_parts(f"function {id(value.__code__)}", held_by(value))
     if type(value) is dict:
         return _text_of_parts("dict", [*value.keys(), *value.values()])
@@ -139,7 +144,12 @@ def _text_of_value(value: Any) -> str | None:
 
 
 def _text_of_parts(kind: str, parts: list[Any] | tuple[Any, ...]) -> str | None:
-    """Returns the text of a container or function by its parts; None if one is not plain."""
+    """Returns the text of a container or function by its parts; None if one is not plain.
+
+    Args:
+        kind: The type of the container, or what identifies the function's code.
+        parts: The items, with the keys of a dict first; for a function the values that it holds.
+    """
     texts = [text for part in parts if (text := _text_of_value(part)) is not None]
     return f"{kind}({', '.join(texts)})" if len(texts) == len(parts) else None
 
@@ -206,7 +216,7 @@ class Reference:
         copied = self._optimizer_copies.get(id(optimizer.wrapped))
         self.optimizer = copied or self.copy_of(optimizer, pipe)
         self._optimizer_copies[id(optimizer.wrapped)] = self.optimizer
-        ours = pipe.state.own_parameters()
+        ours = pipe.state.own_parameters()  # those of this rank's stages
         # The other ranks send their parameters after each step.
         self._holders = pipe.holders()
         all_here = ours.keys() == {self.names[name] for name, _ in self.model.named_parameters()}
@@ -231,12 +241,12 @@ class Reference:
             return copy_optimizer(optimizer.wrapped, ours, parameters)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the parameters and buffers of the model."""
+        """Returns the parameters and buffers of the model, by the pipeline's names."""
         state = self.model.state_dict()
-        return {other: state[name] for name, other in self.names.items()}
+        return {in_pipeline: state[name] for name, in_pipeline in self.names.items()}
 
     def gradients(self) -> dict[str, Tensor]:
-        """Returns the gradients of the parameters that have one."""
+        """Returns the gradients of the parameters that have one, by the pipeline's names."""
         tensors = self.tensors().items()
         return {name: dense(t.grad, t) for name, t in tensors if t.grad is not None}
 
