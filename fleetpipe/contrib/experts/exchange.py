@@ -316,14 +316,25 @@ def expert_parallel() -> Group:
 def global_scatter(
     x: Tensor, local_count: Tensor, global_count: Tensor, use_calc_stream: bool, ring_id: int
 ) -> Tensor:
-    """Replaces Paddle's function of this name: see :func:`scatter`. Collective."""
+    """Replaces Paddle's function of this name: see :func:`scatter`. Collective.
+
+    Args:
+        x: The tokens.
+        local_count: ``counts_out`` of ``scatter``: how many tokens go to each (member, expert).
+        global_count: ``counts_in``: how many tokens come from there.
+        use_calc_stream: Has no effect.
+        ring_id: Paddle's number of the group.
+    """
     return scatter(x, local_count, global_count, members_of(group_of_ring(ring_id)))
 
 
 def global_gather(
     x: Tensor, local_count: Tensor, global_count: Tensor, use_calc_stream: bool, ring_id: int
 ) -> Tensor:
-    """Replaces Paddle's function of this name: see :func:`gather`. Collective."""
+    """Replaces Paddle's function of this name: see :func:`gather`. Collective.
+
+    The arguments are those of :func:`global_scatter`, with the counts of the way to the experts.
+    """
     return gather(x, local_count, global_count, members_of(group_of_ring(ring_id)))
 
 
@@ -332,7 +343,8 @@ def alltoall(
 ) -> Tensor:
     """Sends a part of a tensor to each member, and concatenates the parts that arrive. Collective.
 
-    Replaces Paddle's function of this name. All parts have the same size.
+    Replaces Paddle's function of this name. The tensor is cut along its first dimension into one
+    part for each member, all of the same size. ``use_calc_stream`` has no effect.
     """
     members = members_of(group)
     return paddle.concat(members.all_to_all(paddle.split(in_tensor_list, members.ranks)))

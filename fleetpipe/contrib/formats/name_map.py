@@ -149,8 +149,10 @@ def _statements_to_use(names: NameMap, model: Mapping[str, LazyTensor]) -> list[
         ConfigError: The statements are in an order that loses a tensor.
     """
     statements = [*names.aoa_statements]
+    # A statement reads the names on one side of its arrow, and makes those on the other side.
     results = {n for s in statements for n in _names_on_side(s, right=not names.reverse)}
     inputs = {n for s in statements for n in _names_on_side(s, right=names.reverse)}
+    # By name or pattern, the numbers of the layers that have such a tensor.
     layers = {pattern: _layer_numbers(pattern, model) for pattern in sorted(inputs)}
     # The inputs that another statement makes need not exist.
     layers = {name: numbers for name, numbers in layers.items() if numbers or name not in results}
@@ -190,11 +192,16 @@ def _require_order(
 ) -> None:
     """Raises ``ConfigError`` if a statement reuses the name of a tensor that is read later.
 
+    Paddle runs the statements one after another: after ``a -> b``, the statement ``b -> c`` reads
+    what was ``a``, and the tensor ``b`` of the checkpoint is lost, unless an earlier statement has
+    read it.
+
     Args:
         statements: The statements, as they stand in the map.
         reverse: Whether they are read from right to left, the last one first.
         model: The tensors of the model, by name.
     """
+    # The names, or patterns of names, that the statements so far have read and written.
     read: set[str] = set()
     written: set[str] = set()
     for statement in reversed(statements) if reverse else statements:
@@ -221,7 +228,8 @@ def _names_on_side(statement: str, *, right: bool) -> list[str]:
 def _layer_numbers(pattern: str, model: Mapping[str, LazyTensor]) -> set[str]:
     """Returns the numbers of the layers that have a tensor of a pattern of names.
 
-    For a pattern without ``$LAYER_ID`` it returns ``{""}`` if there is such a tensor.
+    For a pattern without ``$LAYER_ID`` it returns ``{""}`` if there is such a tensor, or if the
+    pattern has another variable, which is not looked up.
     """
     if _LAYER not in pattern:
         return {""} if pattern in model or "$" in pattern else set()

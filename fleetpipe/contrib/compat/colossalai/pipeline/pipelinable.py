@@ -43,12 +43,14 @@ def boundaries(
     """Cuts a list of layers; returns the first layer of each stage, then their number.
 
     Args:
-        policy: ``"uniform"``: cuts each of ``chunks`` equal pieces into equally many layers for
-            every rank, or one more for the last ranks; ``"balanced"``: the heaviest stage is as
-            light as possible; ``"customized"``: cuts at ``splits``; a mapping: the layers of each
-            rank.
-        weights: Numbers of parameters of the layers.
-        splits: Number of layers before each SPLIT_NODE.
+        policy: ``"uniform"``: the list is cut into ``chunks`` pieces with equally many layers, and
+            each piece into a stage for every rank, of equally many layers or one more for the last
+            ranks; ``"balanced"``: the stage with the most parameters has as few as possible;
+            ``"customized"``: stages begin at ``splits``; a mapping: by rank, the first layer of
+            each of its chunks and the one after the last.
+        weights: The number of parameters of each layer.
+        splits: For each SPLIT_NODE in the sequence, the number of layers before it; only policy
+            ``"customized"`` may have any.
         ranks: Ranks of the pipeline.
         chunks: Chunks of each rank.
 
