@@ -53,7 +53,8 @@ class Schedule(ScheduleRows):
         """Checks that the schedule is complete, in order, free of deadlock and within memory.
 
         Args:
-            edges: Values that pass between stages; None means the chain.
+            edges: Values that pass between stages; None means the chain, in which each stage sends
+                one value to the next.
             memory_cap: Most that a rank may hold at once; None means no limit. Compared with
                 ``Timeline.peak_bytes`` if ``costs`` gives bytes, else with
                 ``Timeline.peak_activations``: forwards of one stage, of all slices of a micro-batch
@@ -83,7 +84,7 @@ class Schedule(ScheduleRows):
         """Returns the plan that the engine runs: sends, receives and releases put in.
 
         Args:
-            edges: As for :meth:`verify`.
+            edges: As for :meth:`verify`: None means that each stage sends one value to the next.
 
         Raises:
             ScheduleError: The schedule is incomplete or deadlocks.

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import math
+
 from fleetpipe.schedules.families.table import FAMILIES
 from fleetpipe.schedules.rows import option_names_of
 
 
-def variants(name: str, micro_batches: int, hidden: float) -> list[dict[str, object]]:
-    """Returns the sets of options to try for a family; one empty set if it has no options.
+def variants(name: str, micro_batches: int, latency: float) -> list[dict[str, object]]:
+    """Returns the sets of options, by name, to try for a family; one empty set without options.
 
     Args:
         name: A key of the families' table, of a family that does not cut sequences into slices.
         micro_batches: Micro-batches of a batch, m.
-        hidden: The latency to hide, divided by the time of a forward and a backward. Groups of k in
-            kFkB hide it if k - 1 is at least twice that; larger groups only take memory.
+        latency: The latency of a transfer, divided by the time of a forward and a backward. Groups
+            of k micro-batches in kFkB hide it if k - 1 is at least twice that; larger groups only
+            take memory.
     """
     options = option_names_of(FAMILIES[name].rows)
     if "warmup_slack" in options:
         return [{"warmup_slack": 1}, {"warmup_slack": 2}]
     if name == "kFkB":
-        most = max(2, 1 + min(micro_batches, -int(-2 * hidden // 1)))
-        return [{"groups": [size]} for size in _numbers_to_try(min(most, max(2, micro_batches)))]
+        # A group has 2 micro-batches or more, and not more than a batch has.
+        most = max(2, min(micro_batches, 1 + math.ceil(2 * latency)))
+        return [{"groups": [size]} for size in _numbers_to_try(most)]
     return [{}]
 
 
