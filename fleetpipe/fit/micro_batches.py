@@ -72,18 +72,22 @@ def rows_of(item: Nest, inputs: int, replica: int, replicas: int, left: int | No
     """Returns one item of a loader as a batch of this replica.
 
     Args:
-        item: Tensors or arrays, in any nest of lists, tuples and dicts; inputs first, then labels.
-            Entries of a dict are read in the order of their keys, as in ``paddle.Model``.
-        inputs: The number of columns that are inputs, the first ones.
+        item: Tensors or arrays, its columns, in any nest of lists, tuples and dicts; inputs first,
+            then labels. Entries of a dict are read in the order of their keys, as in
+            ``paddle.Model``.
+        inputs: How many of the columns are inputs; the others are labels.
         replica: The index of this replica.
         replicas: The number of replicas. Each has an item of this size; the dataset has the items'
             rows in the order of the replicas.
-        left: The rows of the dataset in this and later batches of all replicas together; None if
-            that is unknown: every row counts then.
+        left: How many rows of the dataset are left for this and later batches of all replicas
+            together: if they are fewer than this batch has, its last rows repeat others and do not
+            count. None if that is unknown: every row counts then.
 
     Raises:
-        ConfigError: The item has fewer columns, or they differ in their number of rows.
+        ConfigError: The item has fewer than ``inputs`` columns, or they differ in their number of
+            rows.
     """
+    # A leaf is a path of keys and indices in the item, and the value there.
     columns = [as_tensor(column) for _, column in sorted(leaves(item), key=lambda leaf: leaf[0])]
     counts = {column.shape[0] if column.ndim else -1 for column in columns}
     if len(columns) < inputs or len(counts) != 1 or -1 in counts:

@@ -375,7 +375,7 @@ def gather_model(job: Job, model: Layer, optimizer: Optimizer) -> dict[TensorNam
     Args:
         job: The job.
         model: The wrapped model.
-        optimizer: The optimizer; None without one.
+        optimizer: The optimizer; None leaves its tensors out.
 
     Raises:
         CheckpointError: The ranks do not have the same model.
@@ -387,6 +387,8 @@ def gather_model(job: Job, model: Layer, optimizer: Optimizer) -> dict[TensorNam
     local = {**part.local_tensors(), **({} if states is None else states.local_tensors())}
     ranks = Ranks.of_job()
     texts = ranks.together(_GATHERING, lambda: Inventory.of(local).to_json())
+    # As in a checkpoint, of equal parts on several ranks the plan chooses one rank's. Names travel
+    # as plain tuples.
     plan = plan_files([Inventory.from_json(text) for text in texts])
     parts = (
         ((*name,), local[name]._replace(cut=cut)) for name, _, cut in plan.parts_of(ranks.rank)

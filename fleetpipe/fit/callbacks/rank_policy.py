@@ -20,6 +20,7 @@ from fleetpipe.fit.micro_batches import as_list
 from fleetpipe.paddle_api import paddle
 from fleetpipe.representation import shows
 
+#: The values of ``on_rank``.
 _RANKS = ("all", "first", "loss")
 
 
@@ -41,12 +42,15 @@ class ModelCheckpoint(paddle.callbacks.ModelCheckpoint):
 class LRScheduler(paddle.callbacks.LRScheduler):
     """Paddle's ``LRScheduler`` for steps that accumulate the gradients of several batches.
 
-    The batches of a step all end after the optimizer's step. So within a step it advances the rate
-    when the next batch begins, not when a batch ends: the step then has the same rate as in Paddle.
+    Paddle's advances the learning rate at the end of each batch, so before the optimizer steps at
+    the last batch of a step, the rate has advanced for the earlier ones. Here the batches of a step
+    all end after the optimizer's step. To give the step the same rate as in Paddle, the rate
+    advances for an earlier batch when the next one begins.
     """
 
     def __init__(self, by_step: bool = True, by_epoch: bool = False) -> None:
         super().__init__(by_step, by_epoch)
+        #: How many batches have begun and not ended.
         self._open_batches = 0
 
     def on_train_batch_begin(self, step: int, logs: Any = None) -> None:
