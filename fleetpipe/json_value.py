@@ -26,7 +26,7 @@ from fleetpipe.errors import FleetPipeError, nearest
 
 Record = TypeVar("Record")
 
-#: The largest time or size: sums and products of some stay finite.
+#: The largest time or size that is read: sums and products of several stay finite.
 MOST = 1e100
 
 #: The first whole number that is too large.
@@ -146,11 +146,14 @@ class JsonValue:
         return tuple(item.text() for item in self.items())
 
     def figures(self) -> tuple[float, ...]:
-        """Returns a list of times or sizes."""
+        """Returns a list of times or sizes, as :meth:`figure` reads each."""
         return tuple(item.figure() for item in self.items())
 
     def differences(self) -> tuple[float, ...]:
-        """Returns a list of times or sizes of any sign, as between two clocks."""
+        """Returns a list of numbers of any sign from -1e100 to 1e100, as between two clocks.
+
+        With this limit, as with that of :meth:`figure`, sums of them stay finite.
+        """
         differences = tuple(item.number() for item in self.items())
         if not all(abs(number) <= MOST for number in differences):
             raise self.refused("numbers from -1e100 to 1e100")

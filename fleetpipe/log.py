@@ -22,10 +22,11 @@ NAME = "fleetpipe"
 FLEETS_LOGGER = "paddle.distributed.fleet.utils.log_util"
 #: Seconds after which :func:`once_if_slow` logs.
 _PATIENCE = 3.0
-#: Taken by threads that call :func:`once`: a cache may call its function in two threads at once.
+#: Taken by the threads of :func:`once_if_slow` to call :func:`once`: the cache of ``once`` runs the
+#: function twice if two threads call it at the same moment, and both would log.
 _once_lock = threading.Lock()
 
-#: The handlers from which :func:`_hide_from` hides records.
+#: The handlers of Paddle's from which :func:`_hide_from` hides fleetpipe's records.
 _hidden_from: weakref.WeakSet[logging.Handler] = weakref.WeakSet()
 
 
@@ -63,7 +64,7 @@ def once_if_slow(log: Callable[..., None], text: str) -> Iterator[None]:
 
 
 def _once_under_lock(log: Callable[..., None], text: str) -> None:
-    """Calls :func:`once` from a timer's thread."""
+    """Calls :func:`once` in a timer's thread, while no other such thread does; logs only once."""
     with _once_lock:
         once(log, text)
 

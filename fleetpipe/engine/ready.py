@@ -36,6 +36,7 @@ class ReadyWalker(Walker):
     """
 
     transport: AnyOrderTransport
+    #: The indices of the operations that have run in this batch, and of those chosen to run next.
     _sequence: list[int]
 
     def __init__(
@@ -51,6 +52,7 @@ class ReadyWalker(Walker):
         """
         super().__init__(plan, rank, *arguments)
         self.early = 0
+        #: Returns what may run early in a new batch; and that of the present batch.
         self._begin_envelope, self._envelope = envelope, envelope()
         #: Indices of the operations before the first action; of each action and those after it; of
         #: those at the end, from the reduction on.
@@ -60,21 +62,33 @@ class ReadyWalker(Walker):
                 segments.append([])
             segments[-1].append(index)
         self._begin, *self._segments, self._end = segments
+        #: The action of each segment: the rank's row in the schedule.
         self._row = [cast("Action", self._ops[segment[0]]) for segment in self._segments]
         has_one_stage = len(plan.placement.stages_of(rank)) == 1
+        #: By kind of action, the share of its shortest time to wait; other kinds have ``PATIENCE``.
         self._patience = {"F": PATIENCE_OF_FORWARDS if has_one_stage else PATIENCE}
         #: The shortest time of each kind of action of each stage, over all batches.
         self._shortest: dict[tuple[str, int], float] = {}
+        #: When the rank began to choose its next action; None while it has one to run.
         self._idle_since: float | None = None
+        #: The messages that the rank waits for, and the moment at which the first action that is
+        #: ready may run early instead.
         self._awaited: list[Blocked] = []
         self._early_at = math.inf
 
     def restart(self, first_micro_batch: int) -> None:
-        """Goes back to the first operation; see :meth:`Walker.restart`."""
+        """Goes back to the first operation, for the next batch; see :meth:`Walker.restart`.
+
+        Only the operations before the first action are chosen yet, and no action has run early.
+
+        Args:
+            first_micro_batch: Global number of the batch's micro-batch 0, dp_rank * m.
+        """
         super().restart(first_micro_batch)
         self._envelope = self._begin_envelope()
         self._sequence = [*self._begin]
         self.early = 0
+        # The time between two batches is no wait for a message.
         self._idle_since, here.idle = None, 0.0
 
     def advance(self, until: int = 0) -> Blocked | None:
@@ -99,6 +113,7 @@ class ReadyWalker(Walker):
         op = self._ops[self._sequence[self._position]]
         if not isinstance(op, Action):
             return super().advance()
+        # A receive ends the counted wait, and this action has none.
         if not self._messages_of[op]:
             here.idle = 0.0
         begin = time.perf_counter()

@@ -36,7 +36,7 @@ from fleetpipe.transport import Store
 from fleetpipe.transport.base import Limit, await_keys
 from fleetpipe.version import __version__
 
-#: Commands of Paddle's store.
+#: The commands of Paddle's store that a request may have, and how its numbers are encoded.
 _ADD, _GET, _SET = 0, 1, 3
 _COMMAND = struct.Struct("<i")
 _NUMBER = struct.Struct("<q")
@@ -188,7 +188,7 @@ def come_together(number: int, timeout: float) -> JobStore:
 
     Args:
         number: Number of earlier jobs of these processes; it makes the keys unique.
-        timeout: Seconds to wait.
+        timeout: Seconds to wait for the other ranks, and for each later answer of the store.
 
     Returns:
         The store that all jobs of this process share, opened by the first of them: rank 0 cannot
@@ -200,6 +200,7 @@ def come_together(number: int, timeout: float) -> JobStore:
     """
     store = opened_store(timeout)
     store.timeout = timeout
+    # The store may still have the check of an earlier job, whose ranks may have failed.
     store.check = lambda: None
     meet(store, f"fleetpipe/{number}/here", timeout)
     return store

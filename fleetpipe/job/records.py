@@ -49,8 +49,9 @@ _MOST_STEPS = 1 << 40
 #: Seconds between two reads of a number that is in a GPU's memory.
 _CARD_SECONDS = 1.0
 
-#: Times of a step as in :class:`StepRow`: ``cpu``, ``wall``, ``data`` with ``save``, ``limited``,
-#: the number of messages waited for by rank, ``probe``.
+#: Times of a step: ``cpu`` and ``wall`` as in :class:`StepRow`; the seconds from the step before to
+#: the first action, which are ``data`` and ``save`` together; ``limited``; by rank, the number of
+#: its messages that this rank waited for; ``probe``.
 StepTimes = tuple[float, float, float, float, dict[int, int], float]
 
 
@@ -284,7 +285,7 @@ def _read_rows(value: JsonValue) -> tuple[StepRow, ...]:
 
 
 class Heard(NamedTuple):
-    """What one process knows of a rank.
+    """What a process knows of one rank of the job.
 
     Attributes:
         record: The rank's last record.
@@ -322,7 +323,7 @@ class WallTime:
         self._waited = waited
         #: Seconds since the last step that :meth:`spending` has counted, by part.
         self._counted = dict.fromkeys(BETWEEN, 0.0)
-        #: Seconds of waits for messages within these, which do not count as waits a second time.
+        #: Seconds of waits for messages within the counted times, so that no wait counts twice.
         self._waits_in_counted = 0.0
         #: The clock, and the seconds of all waits so far, at the begin and the end of a step.
         self._begun = self._ended = (0.0, 0.0)
@@ -404,8 +405,15 @@ class RunProgress:
         events: Receives events of the run, as a kind and a text; None if nobody reads them.
         folders: The folders in which the run is recorded.
         calls: The collective calls that the process has begun.
-        wall_time: Adds up its time by parts.
-        stages, replica, shard, samples, held, held_cap, step, steps: See :class:`RankRecord`.
+        wall_time: Adds up the process's wall time by ``PARTS``: computing, waiting, saves ..
+        stages: The stages that the process runs; none before a model is wrapped.
+        replica: The number of its replica.
+        shard: Its index among the ranks that share its layers.
+        samples: Rows of a step, of all replicas.
+        held: The most forwards whose activations it held at once in the last step.
+        held_cap: The ``memory_cap`` of its schedule, if that counts forwards; else None.
+        step: Steps that are done, in all attempts.
+        steps: Steps of the whole run; None if unknown.
     """
 
     def __init__(self) -> None:
@@ -423,7 +431,7 @@ class RunProgress:
         self.events: deque[tuple[str, str]] | None = None
         #: The loss of the step that ends next, by name.
         self._losses: dict[str, float] = {}
-        #: When each value that waits for a GPU may be read again.
+        #: When each value whose reading waits for a GPU ("norm", "loss") may be read again.
         self._due: dict[str, float] = {}
         self.folders: list[Path] = []
         self.calls = CollectiveCalls()
@@ -440,6 +448,7 @@ class RunProgress:
         self._save_seconds = 0.0
         #: The last saved step, and when its save ended.
         self._saved: tuple[int, float] | None = None
+        #: Counts the seconds for which the main thread waited for a processor; made in a save.
         self._queue: ProcessorQueue | None = None
         #: The last steps, for means over them, and the steps that no record has had yet.
         self._last: deque[StepRow] = deque(maxlen=_STEPS)

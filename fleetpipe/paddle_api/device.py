@@ -144,12 +144,19 @@ def peak_bytes() -> int:
 
 
 def memory_limit() -> int:
-    """Returns the bytes that :func:`process_bytes` cannot exceed: of the GPU, or of the host."""
+    """Returns the most bytes that :func:`process_bytes` can return.
+
+    On a GPU they are all its memory; on a CPU the memory of the host or of its container, which all
+    processes there share, or the largest number if that is unknown.
+    """
     if device_kind() == "gpu":
         return int(paddle.device.cuda.get_device_properties().total_memory)
     return systems.memory_limit()
 
 
 def process_bytes() -> int:
-    """Returns the bytes that this process uses: of tensors on its GPU; without one, of the host."""
+    """Returns the bytes that this process uses now.
+
+    On a GPU they are those of its live tensors; on a CPU the resident memory of the process.
+    """
     return allocated_bytes() if device_kind() == "gpu" else systems.resident_bytes()

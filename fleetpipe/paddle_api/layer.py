@@ -22,7 +22,7 @@ from fleetpipe.paddle_api import paddle, replaced
 from fleetpipe.paddle_api.tensor import has_memory
 
 MoELayer: type[Layer] = _moe_layer.MoELayer
-#: Its gate without a loss.
+#: The gate of ``MoELayer`` that has no auxiliary loss.
 NaiveGate: type[Layer] = _naive_gate.NaiveGate
 #: The operations that send tokens to the experts of ``MoELayer``, and the experts' outputs back.
 MoEScatter: Any = _moe_layer.MoEScatter
@@ -39,7 +39,7 @@ TABLES = ("_parameters", "_buffers", "_sub_layers")
 #: Attribute of a layer: its name with the number that Paddle counts.
 FULL_NAME = "_full_name"
 
-#: The models that are a :class:`RecomputingDataParallel`.
+#: The models that :func:`recompute_without_reentrance` has changed.
 _DATA_PARALLEL: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -170,8 +170,8 @@ class RecomputingDataParallel(paddle.DataParallel):
     """A ``DataParallel`` that recomputes by hooks of saved tensors, as ``use_reentrant=False``.
 
     By default recompute is a PyLayer that runs a backward within the backward. DataParallel takes
-    the inner one's end for the end of all: it does not average later gradients, and the weights of
-    the replicas diverge.
+    the end of the inner backward for the end of the whole one: it does not average gradients that
+    are computed later, and the weights of the replicas diverge.
 
     Attributes:
         synchronizes: Whether the backward of the last forward averages gradients.
@@ -187,7 +187,8 @@ class RecomputingDataParallel(paddle.DataParallel):
         by_hooks = module._recompute_without_reentrant
 
         def apply(function: Callable[..., Any], preserve: bool, *arguments: Any) -> Any:
-            if hasattr(module, "custom_state_manager"):
+            """Replaces ``RecomputeFunction.apply``; ``preserve`` restores the random states."""
+            if hasattr(module, "custom_state_manager"):  # 3.3.x, which has more arguments
                 _offloaded, get_state, set_state, *rest = arguments
                 return by_hooks(function, get_state, set_state, preserve, *rest)
             # 2.6.2 saves the generator's state only for the kinds of device that it lists.
@@ -199,9 +200,10 @@ class RecomputingDataParallel(paddle.DataParallel):
 
 
 def recompute_without_reentrance(model: Layer) -> Layer:
-    """Makes a ``DataParallel`` model a :class:`RecomputingDataParallel`; returns the model.
+    """Makes recompute inside of a ``DataParallel`` model work by hooks; returns the same model.
 
-    Any other model does not change.
+    The model becomes a :class:`RecomputingDataParallel`, which says why. A model of another class
+    does not change.
     """
     if type(model) is paddle.DataParallel:
         model.__class__ = RecomputingDataParallel

@@ -386,25 +386,29 @@ def copy_optimizer(
 ) -> Optimizer:
     """Returns a copy of an optimizer over other parameters, with a copy of its scheduler.
 
-    Groups, decay and clips are the same, and so is the state of the parameters' steps so far.
-    Parameters of the optimizer that are not in ``parameters`` are left out.
+    Groups, decay and clips are copied, and so is the state of the parameters' steps so far, such as
+    their moments. Parameters of the optimizer that are not in ``parameters`` are left out.
 
     Args:
-        optimizer: A Paddle optimizer over ``parameters``.
+        optimizer: A Paddle optimizer over ``parameters`` and possibly more.
         parameters: Parameters by name.
-        copies: The parameters that replace them, by the same names.
+        copies: The parameters that replace them, by the same names. They get the names of Paddle's,
+            the learning rates and the decays of the replaced ones.
     """
+    # Stands for each parameter that is left out: without a gradient, it is never stepped.
     frozen = paddle.zeros([1])
+    # What takes the place of an object in the copy, by the object's id.
     memo = {id(parameter): frozen for parameter in optimized_parameters(optimizer)}
     memo.update((id(parameter), copies[name]) for name, parameter in parameters.items())
     for name, parameter in parameters.items():
         # Paddle stores state by this name, and a script may choose by it what decays.
         copies[name].name = parameter.name
-        # These have the learning rate and the decay of a parameter group.
+        # These two have the learning rate and the decay of the parameter's group.
         copies[name].optimize_attr = dict(parameter.optimize_attr)
         copies[name].regularizer = parameter.regularizer
     base = base_optimizer(optimizer)
-    # Not copied, as a Program cannot be: those of the state and of the learning rates.
+    # What the copy shares with the optimizer: the helper that makes state and the Programs of the
+    # learning rates, since no Program can be copied, and below the state of left-out parameters.
     shared = [base.helper, *base._learning_rate_map]
     names = {parameter.name for parameter in parameters.values()}
     # The keys of state are names of parameters or of master weights.

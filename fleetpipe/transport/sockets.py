@@ -204,6 +204,7 @@ class SocketTransport:
         while True:
             arrived, value = self.try_receive(peer, key)
             inbox = self._connections[peer].inbox
+            # The delay after the last wait concerns only the messages that were just read.
             inbox.delay = None
             if arrived:
                 return value
@@ -236,6 +237,8 @@ class SocketTransport:
     def _has_any(self, messages: Sequence[tuple[int, MessageKey]]) -> bool:
         """Reads what the peers have sent; returns whether one of the messages has come.
 
+        It also allocates memory for the messages, now that this rank has nothing else to do.
+
         Args:
             messages: The messages, each as the rank that sends it and its key.
 
@@ -247,6 +250,7 @@ class SocketTransport:
             connection = self._connections.get(peer) or self._raise_unconnected(peer, key)
             inbox = connection.inbox
             inbox.fill(sys.maxsize)
+            # The delay after the last wait concerns only the messages that were just read.
             inbox.delay = None
             has_come = has_come or inbox.has(key)
             if inbox.ended and not has_come:
@@ -398,6 +402,7 @@ class SocketTransport:
         queue = self._queue = self._queue or ProcessorQueue()
         queued, begin = queue.seconds(), time.monotonic()
         ready = self._selector.select(nap)
+        # Seconds for which this thread was ready to run, and had no processor.
         delay = queue.seconds() - queued
         if awaited:
             self.waited += time.monotonic() - begin

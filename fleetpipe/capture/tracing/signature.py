@@ -209,7 +209,18 @@ def add_plain_values(inputs: Nest, example: Nest) -> Nest:
 
 
 def _add_missing(inputs: Nest, example: Nest) -> Nest:
-    """Adds plain values to one item of the inputs, from the same item of the example."""
+    """Adds plain values to one item of the inputs, from the same item of the example.
+
+    Args:
+        inputs: The item of a batch: a tensor, a container of tensors, or None if it is left out.
+        example: The item at the same index or key of the inputs that the model was captured with.
+
+    Returns:
+        The item with the plain values that only the example has.
+
+    Raises:
+        CaptureError: As for :func:`add_plain_values`.
+    """
     if isinstance(example, PLAIN):
         return example if inputs is None else inputs
     if isinstance(example, dict) and isinstance(inputs, dict):
@@ -220,6 +231,7 @@ def _add_missing(inputs: Nest, example: Nest) -> Nest:
         }
         return {**values, **{key: item for key, item in inputs.items() if key not in example}}
     if isinstance(example, (tuple, list)) and isinstance(inputs, (tuple, list)):
+        # The last items of the example, which the batch does not have.
         missing = example[len(inputs) :]
         if not any(map(_has_tensors, missing)):
             inputs = rebuild(inputs, [*inputs, *missing]) if missing else inputs
@@ -242,6 +254,7 @@ def _add_missing(inputs: Nest, example: Nest) -> Nest:
 
 
 def _has_tensors(value: Nest) -> bool:
+    """Returns whether nested inputs contain a tensor."""
     return any(True for _ in tensors_of(value))
 
 
@@ -550,6 +563,7 @@ class Sizes:
 
 
 def _shape(tensor: Tensor) -> list[int]:
+    """Returns the shape of a tensor as a list of its own."""
     return list(tensor.shape)
 
 

@@ -46,6 +46,7 @@ class Pods:
             folder: A folder for the file with its output until it has loaded Paddle.
         """
         self._environment = dict(environment)
+        #: The output of the process; the process removes the file once it has loaded Paddle.
         self._loading = folder / "loading"
         self._start_process()
 
@@ -71,13 +72,18 @@ class Pods:
         if self._process.poll() is not None:
             self._socket.close()
             self._start_process()
-        # If it ends meanwhile, code() returns its exit code.
+        # If the process ends meanwhile, code() returns its exit code.
         with contextlib.suppress(ConnectionError):
             self._socket.sendall(json.dumps(asdict(order)).encode() + b"\n")
 
     def stop(self) -> None:
-        """Ends the launcher of the running attempt."""
-        if self._loading.exists():  # it has started nothing
+        """Ends the running attempt; :meth:`code` then returns.
+
+        A process that still loads Paddle is killed: it has started no launcher, and would read the
+        order to stop only after it has loaded.
+        """
+        if self._loading.exists():
+            # Removed first, so that code() does not report an error of loading.
             self._loading.unlink(missing_ok=True)
             systems.end_session(self._process.pid)
         with contextlib.suppress(ConnectionError):
@@ -94,7 +100,8 @@ class Pods:
         answer = b""
         while not answer.endswith(b"\n"):
             more = b""
-            with contextlib.suppress(ConnectionResetError):  # it ended before it read the order
+            # Reset if the process ended before it read the order.
+            with contextlib.suppress(ConnectionResetError):
                 more = self._socket.recv(1 << 12)
             if not more:
                 code = in_a_shell(self._process.wait())

@@ -50,6 +50,7 @@ _LARGE = 1 << 20
 #: For dtypes that NumPy or a version of Paddle lacks, a dtype of the same size to allocate instead.
 _CARRIERS = {"bfloat16": "int16", "bool": "uint8", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 _CARRIERS.update(uint16="int16", uint32="int32", uint64="int64")
+#: The memory of a tensor without data.
 _EMPTY = memoryview(bytearray())
 _Result = TypeVar("_Result")
 
@@ -108,7 +109,7 @@ def readable(
         Tensors to keep alive as long as the bytes are read, and for each tensor with data its
         bytes: its own memory if it is contiguous and on the CPU.
     """
-    # A detached tensor keeps the data alive when the stage clears its own handle to it.
+    # A detached tensor keeps the data alive when the stage clears its own tensor.
     kept = plain(detach(tensors))
     return kept, memories(kept, leaves)
 
@@ -269,7 +270,12 @@ def _on_device(tensor: Tensor) -> Tensor:
 
 @_in_dynamic_mode
 def reshape(tensors: list[Tensor], leaves: Iterable[TensorLeaf]) -> list[Tensor]:
-    """Returns received tensors with the number of dimensions that the sender's tensors had."""
+    """Returns received tensors with the dimensions and ``stop_gradient`` of the sender's tensors.
+
+    Args:
+        tensors: The received tensors; one without dimensions may have been received as one number.
+        leaves: For each tensor, the shape and ``stop_gradient`` of the sender's tensor.
+    """
     reshaped = []
     for tensor, leaf in zip(tensors, leaves):
         reshaped.append(tensor if tensor.ndim == len(leaf.shape) else tensor.reshape(leaf.shape))
@@ -278,7 +284,13 @@ def reshape(tensors: list[Tensor], leaves: Iterable[TensorLeaf]) -> list[Tensor]
 
 
 def on_device(tensors: list[Tensor], leaves: Iterable[TensorLeaf]) -> list[Tensor]:
-    """Moves filled tensors to the device that Paddle computes on, unless that is the CPU."""
+    """Moves received tensors to the device that Paddle computes on, unless that is the CPU.
+
+    Args:
+        tensors: CPU tensors with the received data.
+        leaves: For each tensor, the shape and ``stop_gradient`` of the sender's tensor, which the
+            moved tensor gets, too.
+    """
     if device_kind() == "cpu":
         return tensors
     return reshape([to_device(tensor) for tensor in tensors], leaves)
