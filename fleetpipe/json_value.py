@@ -249,8 +249,10 @@ def parse_small(text: bytes, deepest: int, most: int, strings: int) -> Any:
     Raises:
         ValueError: The text is no JSON, or larger than that.
     """
+    # A string has two quotes that no backslash precedes.
     if text.count(b'"') - text.count(b'\\"') > 2 * strings:
         raise ValueError(f"more than {strings} strings")
+    # With empty strings, so that their brackets and digits do not count.
     bare = _STRING.sub(b'""', text)
     if bare.count(b"[") + bare.count(b"{") > most:
         raise ValueError(f"too deep or too many: more than {most} lists and objects")

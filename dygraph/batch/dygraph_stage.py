@@ -240,6 +240,7 @@ class DygraphStage:
         random_keys.enter_backward(micro_batch)
         number = self._number_in_batch(micro_batch)
         value, output, received, sent = self._saved[stage, micro_batch]
+        # The tensors that the stage sent, and the gradient that came back for each of them.
         outputs: list[Tensor] = []
         incoming: list[Tensor] = []
         # In a model without stages, autograd adds gradients in this order: the last consumer first.
@@ -343,10 +344,11 @@ class DygraphStage:
         """
         in_unit = _NO_EXTRA_ROOTS if self._units is None else self._units.backward(stage, number)
         try:
-            with self.split.in_backward(stage, number), in_unit as (kept, kept_grads):
-                roots = [*tensors, *kept]
+            with self.split.in_backward(stage, number), in_unit as (later, later_grads):
+                # Later sequence chunks have sent gradients to tensors that this one keeps for them.
+                roots = [*tensors, *later]
                 if roots:
-                    run_backward(roots, [*grads, *kept_grads])
+                    run_backward(roots, [*grads, *later_grads])
         except Exception as error:
             cause = cause_of_backward(recompute.cause_of(error))
             self._raise_error_of_split()
@@ -357,9 +359,15 @@ class DygraphStage:
         return MicroBatch(micro_batch - self._first_micro_batch)
 
     def _compute_losses(self, index: MicroBatch, output: Nest) -> Nest:
-        """Computes the losses of the last stage's output; returns the loss that starts backward.
+        """Computes the losses of the last stage's output.
 
-        In a batch without losses it stores the output, and returns it.
+        Args:
+            index: The number of the micro-batch in the batch.
+            output: The output of the model's last layer.
+
+        Returns:
+            The loss from which backward starts, scaled if the batch has a scale. In a batch without
+            losses, which is no training, it is ``output`` itself, which the batch stores.
         """
         batch = self._batch
         if batch.losses is None:

@@ -356,6 +356,7 @@ def files_of_list(
     """
 
     def file_of(index: int) -> LayerFile:
+        """Returns the name of a layer's file, with the chunk's number on its rank if v > 1."""
         stage = partition.stage_of(index)
         stages = placement.stages_of(placement.rank_of(stage))
         return LayerFile(index, None if placement.chunks == 1 else stages.index(stage))
@@ -367,11 +368,13 @@ def files_of_list(
         with_whole_head = extra("vocabulary").with_whole_head
         layers = with_whole_head(to_write, shared, group)
     written = {file_of(index): layer for index, layer in layers.items()}
+    # A shared layer is read once, from the file that has its number.
     read = {
         file_of(index): layer
         for index, layer in layers.items()
         if file_numbers.get(index, index) == index
     }
+    # The rank that reads each shared weight, and then gives it to the others.
     sources: dict[str, int] = {}
     for index, layer in sorted(shared.items()):
         rank = placement.rank_of(partition.stage_of(file_numbers[index]))

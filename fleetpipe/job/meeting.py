@@ -61,9 +61,9 @@ _stores: list[JobStore] = []
 #: Paddle's server of the store, on rank 0; it ends with its object.
 _servers: list[Any] = []
 
-#: The purpose of a meeting, for messages.
+#: The purpose of the meetings of :func:`require_agreement`, for messages.
 _COMPARISON = "the comparison of what each rank runs"
-#: Differences that a message shows; the first ones tell enough.
+#: The most differences between ranks that a message shows; the first ones tell enough.
 _MOST_SHOWN = 4
 
 

@@ -306,8 +306,8 @@ class WallTime:
     Attributes:
         part: The part that the process is in now; empty in steps, and in ``other``.
         between: Seconds between the last step and the one before, by the names of ``BETWEEN``.
-        recent: Seconds on each of ``PARTS`` in the last steps.
-        seconds: Seconds on each of ``PARTS`` since the end of the first step.
+        recent: For each of the last steps, the seconds on each of ``PARTS``, in that order.
+        seconds: Seconds on each of ``PARTS``, in that order, since the end of the first step.
     """
 
     def __init__(self, waited: Callable[[], float]) -> None:
@@ -329,7 +329,8 @@ class WallTime:
         self._begun = self._ended = (0.0, 0.0)
         self._steps = 0
         self._measured = False
-        #: Seconds of computing, waiting and "other" in the last measured step and after it.
+        #: Seconds of computing, of waiting and of "other" in the last measured step and after it:
+        #: the proportions for steps that are not measured.
         self._shares: list[float] = []
 
     @contextmanager

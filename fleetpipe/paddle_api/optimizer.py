@@ -157,7 +157,12 @@ def options_of(optimizer: Optimizer) -> dict[str, str]:
 
 
 def put_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Replaces the parameter groups of an optimizer that has not stepped yet."""
+    """Replaces the parameter groups of an optimizer that has not stepped yet.
+
+    Args:
+        optimizer: The optimizer, perhaps a wrapper.
+        groups: The new groups, dicts with ``params`` and the options of the group.
+    """
     base = base_optimizer(optimizer)
     if not dict_groups(base):
         base._parameter_list = groups
@@ -247,7 +252,13 @@ def master_weight_of(optimizer: Optimizer, parameter: str) -> Tensor | Variable 
 
 
 def create_state(optimizer: Optimizer, group: int, parameters: Sequence[Tensor]) -> None:
-    """Creates the accumulators of some parameters of a group, as the first step would."""
+    """Creates the accumulators of some parameters of a group, as the first step would.
+
+    Args:
+        optimizer: The optimizer that does the arithmetic, not a wrapper.
+        group: The index of the group; 0 without groups.
+        parameters: The parameters.
+    """
     groups = optimizer._param_groups
     target: object = list(parameters)
     if groups and isinstance(groups[0], dict):
@@ -333,7 +344,12 @@ def set_dtype(optimizer: Optimizer, dtype: DType) -> None:
 
 
 class ClipPlace(NamedTuple):
-    """The location of an optimizer's gradient clip: a dict and the name in it."""
+    """The location of an optimizer's gradient clip.
+
+    Attributes:
+        holder: The dict that has the clip: attributes of the optimizer, or options of a group.
+        name: The key of the clip in it.
+    """
 
     holder: dict[str, object]
     name: str

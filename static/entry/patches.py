@@ -349,6 +349,7 @@ def install() -> None:
             paddle.static.default_main_program() if program is None else program_within(program)
         )
         if not is_attached(chosen):
+            # After ``program`` come feed, fetch_list, two variables' names, and then the scope.
             refuse_foreign(chosen, more[4] if len(more) > 4 else named.get("scope"))
             return original(self, program, *more, **named)
         return _run_attached(functools.partial(original, self), self, chosen, *more, **named)
@@ -469,7 +470,10 @@ def _refusing_pipeline_optimizers(original: Callable[..., Any]) -> Callable[...,
 
 
 def _noting_clones(original: Callable[..., Program]) -> Callable[..., Program]:
-    """Returns a replacement of ``clone`` that marks copies of a pipeline's program."""
+    """Returns a replacement of ``clone`` that notes which program is a copy of a pipeline's.
+
+    A copy for tests (``for_test=True``) is not noted.
+    """
 
     @functools.wraps(original)
     def clone(self: Program, for_test: bool = False) -> Program:
@@ -482,7 +486,7 @@ def _noting_clones(original: Callable[..., Program]) -> Callable[..., Program]:
 
 
 def _noting_parsed(original: Callable[[bytes], Program]) -> Callable[[bytes], Program]:
-    """Returns a replacement of ``parse_from_string`` that marks copies of a pipeline's program."""
+    """Returns a replacement of ``parse_from_string`` that notes copies of a pipeline's program."""
 
     @functools.wraps(original)
     def parse_from_string(binary_str: bytes) -> Program:
@@ -522,7 +526,14 @@ def _pir_stamp() -> Callable[[int | None], None] | None:
 
 
 def _hook_guard(stamp: Callable[[int | None], None]) -> Callable[[], None]:
-    """Makes each ``device_guard`` call ``stamp`` with its stage; returns what undoes that."""
+    """Makes each ``device_guard`` call ``stamp`` with the guard's stage.
+
+    Args:
+        stamp: Marks the operations that are built from now on with a stage; None ends that.
+
+    Returns:
+        A function that removes the hook.
+    """
 
     def switch(device: str | None) -> object:
         stamp(stage_of_device(device))

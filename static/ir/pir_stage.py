@@ -63,14 +63,19 @@ class PirStage:
         self._exported_as: dict[int, str] = {}
         with static.program_guard(self._program, static.Program()):
             self._keep_own_operations(results)
+            #: Paddle's ids of the forward's operations; all later ones are backward's.
             self._forward = {op.id() for op in self._ops()}
+            #: Which values share memory, since operations of the forward change them in place.
             self._versions = pir_values.Versions()
             changed = [value for op in self._ops() for value in self._versions.record(op)]
+            #: The locations of the values that are changed in place, and the number at a location.
             self._changed = {pir_values.location(value) for value in changed}
             self._numbers = {pir_values.location(value): n for n, value in self._values.items()}
             self.accumulators, self.input_gradients = backward.append(self, split, stage, loss)
             pir_values.read_einsum_operands(self._ops())
         self._refuse_control_flow()
+        #: The numbers of the values that backward takes from forward, and the ids of the forward's
+        #: operations that backward runs again.
         self._saved, self._recomputed = self._values_from_forward()
 
     def incoming(self, value: int) -> str:
@@ -233,6 +238,7 @@ class PirStage:
         Returns:
             The numbers of these values, and the ids of the operations that backward computes again.
         """
+        # The numbers of values that cross from forward to backward, and the ids of operations.
         crossing: set[int] = set()
         recomputed: set[int] = set()
         unvisited = [op for op in self._ops() if op.id() not in self._forward]
@@ -335,6 +341,7 @@ class PirStage:
             self._split.names.waiting(self._stage, number): result
             for number, result in enumerate(divided.crossing)
         }
+        # Of these copies the first one becomes I, the second one W.
         first, second = (self._copy(full.program) for _ in range(2))
         with static.program_guard(first.program, static.Program()):
             pir_values.append_at_end(first.program.global_block())

@@ -45,7 +45,9 @@ from fleetpipe.paddle_api.random import (
     stream_states,
 )
 
+#: The file with the state in the folder of a step.
 FILE = "state.json"
+#: The name of the attributes of layers in that state.
 ATTRIBUTES = "attributes"
 #: The values of ``fleetpipe_configs["sums"]``, the two ways to add gradients up.
 _TREE, _RUNNING = "tree", "running"
@@ -131,12 +133,18 @@ class TrainingState:
         self._optimizer = optimizer if isinstance(rate, float) else None
         self._scaler = scaler
         self._data = data
-        #: The random states at the begin of a pass over the data; None for data with indices.
+        #: Has in ``begun`` the random states at the begin of the pass over the data; None for data
+        #: that knows the position by itself.
         self._pass: Any = getattr(data, "random_of_pass", None)
         self._program = program
 
     def collect(self) -> dict[str, Json]:
-        """Returns the states of all objects that were passed, as values of JSON by name."""
+        """Returns the states of all objects that were passed, as values of JSON by name.
+
+        A scheduler has "lr_scheduler", and "restarts" for the counters that this lacks. A constant
+        learning rate has "learning_rate", "learning_rate_of_steps" (see :func:`rate_of_steps`) and
+        "first_learning_rate", the script's.
+        """
         streams = None if self._program is None else self._program.streams()
         state: dict[str, Json] = {"random": random_states(streams)}
         if self._pass is not None and self._pass.begun is not None:
