@@ -141,6 +141,7 @@ class _Hooks(BatchObserver):
         self._put_off: Counter[int] = Counter()
         #: Whether no layer is recorded now.
         self._paused = False
+        #: Whether a function runs with recompute, which trains although gradients are disabled.
         self._in_recompute = False
         #: How many calls of optimizers' ``step``, and of clips, run now, one within another.
         self._steps_within = 0
@@ -159,7 +160,7 @@ class _Hooks(BatchObserver):
             self._paused = before
 
     def capture_model(self, original: Wrapper, model: Layer, *arguments: Any, **named: Any) -> Any:
-        """Captures a model without the proof of the capture; in a twin as one stage."""
+        """Captures a model without the check of the captured model; in a twin as one stage."""
         passed = inspect.signature(original).bind(model, *arguments, **named).arguments
         passed["verify"] = False
         if self._feed is not None:
@@ -202,6 +203,7 @@ class _Hooks(BatchObserver):
             return original(x, *more, **named)
         key = self._recorder.next_mask_key(path)
         if self._feed is None:
+            # Some of the numbers that it is applied to: they show whether two ranks drop the same.
             dropped = numbers_of(x.detach().reshape([-1])[:32])
             self._recorder.put(key._replace(role=DROPPED), dropped)
             self._recorder.put(key, _draw_mask(original, x, *more, **named))

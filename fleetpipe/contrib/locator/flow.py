@@ -90,6 +90,7 @@ class StepBesideTwin:
         self.degrees = job.degrees
         self.reads_on = self.key("data", role=READ_ON) in self.twin.tensors
         parts = [self.degrees.get(axis, 1) for axis in ("dp", "sharding", "sep", "cp", "ep")]
+        # The degrees, the number of replicas, and that of ranks with other tokens in a stage.
         self.scales = sorted({1, *parts, int(np.prod(parts[:2])), int(np.prod(parts[:4]))})
         self.positions: dict[TensorKey, int] = {}
         for position, key in enumerate(self.twin.tensors):
@@ -265,6 +266,7 @@ class Flow:
         for rank in step.job.ranks:
             keys = rank.in_phase(step.number, "forward")
             self._calls_of_ranks[rank.rank] = Counter((k.name, k.role, k.micro_batch) for k in keys)
+        #: How many micro-batches a replica of the job has in a step.
         self._micro_batches = 1 + max(p.micro_batch for r in step.job.ranks for p in r.tensors)
         inputs = [t for t in step.twin.in_phase(step.number, "data").values() if t.ndim]
         self.rows = len(inputs[0]) if inputs else 1
@@ -483,17 +485,20 @@ class Flow:
         rank, key, tensor = outcome.rank, outcome.key, outcome.rank.tensors[outcome.key]
         full_tensors = self._twin_tensors(rank, key, tensor.size)
         pairs = list(self._tensor_pairs(rank, key, tensor, full_tensors))
-        if not tensor.any():
+        if not tensor.any():  # no gradient comes back through any summand
             return None
+        # By the layer whose output may be the sum, the cause.
         matching: dict[str, str] = {}
         for other, position in self._step.positions.items():
             is_output = other.phase == "gradient" and other.role.startswith("output")
+            # Backward computes the gradient of the sum before that of ``x``.
             if not is_output or position >= outcome.position:
                 continue
             of_output = other._replace(step=key.step, micro_batch=key.micro_batch)
             sums = self._twin_tensors(rank, of_output, tensor.size)
             for (ours, full), of_sum in itertools.product(pairs, sums):
                 scale = largest_of(full)
+                # The gradient of the sum is what ``x`` lacks, or all that it gets.
                 if gap(full - ours, of_sum, scale) <= outcome.tolerance:
                     matching[other.name] = locator.DETACHED_SKIP
                 elif gap(ours, of_sum, scale) <= outcome.tolerance:

@@ -33,6 +33,8 @@ _AXES_OF_A_DIMENSION = (
 #: How many matrices may be fused into one: one; q, k and v; gate and up; four gates. Each of them
 #: is split by itself.
 _FUSED = (1, 3, 2, 4)
+#: The most layouts of a tensor that are tried.
+_MOST_LAYOUTS = 24
 
 
 class SampleRows(NamedTuple):
@@ -73,9 +75,10 @@ def match_samples(job: Record, twin: Record, step: int) -> SampleMatch:
     for number, contents in expected.items():
         for row, content in enumerate(contents):
             twin_rows[content].append((number, row))
+    # By content, the rows of the twin that no row of the job is matched with yet.
     unused = {content: list(rows) for content, rows in twin_rows.items()}
     matched: dict[tuple[int, int], SampleRows] = {}
-    missing: list[int] = []
+    missing: list[int] = []  # the replicas with samples that the twin does not have
     for replica in sorted(samples):
         for number, contents in samples[replica].items():
             if not all(content in twin_rows for content in contents):
@@ -117,6 +120,7 @@ def _find_reordered(samples: Samples, expected: dict[int, list[bytes]]) -> tuple
     """
 
     def in_order(of_replica: dict[int, list[bytes]]) -> bool:
+        # Each search goes on behind the row that the one before has found.
         rest = chain.from_iterable(expected.values())
         return all(row in rest for row in chain.from_iterable(of_replica.values()))
 
@@ -250,7 +254,8 @@ def layouts(
         axes = [axis for cut in layout for axis in cut.axes]
         if len(axes) == len({*axes}):
             possible.append(layout)
-    yield from sorted(possible, key=lambda layout: sum(cut.parts > 1 for cut in layout))[:24]
+    possible.sort(key=lambda layout: sum(cut.parts > 1 for cut in layout))
+    yield from possible[:_MOST_LAYOUTS]
 
 
 def _ways_to_split(
@@ -447,7 +452,7 @@ class FullTensors:
         """Finds the parameters whose layout the twin's values do not show.
 
         Args:
-            drawn: The twin's parameters before it was given the job's.
+            drawn: The twin's parameters as the script draws them, before it is given the job's.
 
         Returns:
             By name of such a parameter, whether the ranks have the twin's numbers in other places;
@@ -457,6 +462,7 @@ class FullTensors:
         for name, like in drawn.items():
             parts = [rank.by_name(0, "initial").get(name) for rank in self._job.ranks]
             gaps = self._gaps_by_layout(parts, like)
+            # Several layouts are possible, and the twin's values agree with none of them.
             if len(gaps) > 1 and min(gaps.values()) > 0:
                 numbers = np.unique([part for part in parts if part is not None])
                 unclear[name] = bool(np.array_equal(numbers, np.unique(like)))
@@ -480,6 +486,7 @@ class FullTensors:
         if len(sources) < len(samples) or not samples:
             # Ranks with parts of sequences: the contents do not show the samples.
             counts = [p.micro_batch for rank in self._job.ranks for p in rank.tensors]
+            # The twin reads the micro-batches of one replica after those of another.
             replica, number = divmod(key.micro_batch, 1 + max(counts))
             there = key._replace(micro_batch=number)
             data = twin.in_phase(key.step, "data").items()

@@ -110,7 +110,7 @@ class _Comparison:
             data, losses = (rank.in_phase(step.number, phase) for phase in ("data", "loss"))
             if any(key.role.startswith("input") for key in data):
                 training.append(rank.rank)
-            elif {key.role for key in losses} == {"share"}:
+            elif {key.role for key in losses} == {"share"}:  # in a user's own loop
                 wrong.append(rank.rank)
         if not training or not wrong:
             return None
