@@ -34,6 +34,7 @@ from fleetpipe.transport.base import PROCESS_GROUP
 _STUCK_SECONDS = 5.0
 
 _log = log.logger(__name__)
+#: Seconds between two looks at the files of the other ranks.
 _POLL_SECONDS = 0.01
 #: The environment with which this process began; empty in one that replaces no rank.
 ENVIRONMENT: dict[str, str] = {}
@@ -83,9 +84,10 @@ def connect_again(job: Job, now: Generation, store_moved: bool) -> None:
         store = meeting.opened_store(timeout)
     store.check, store.timeout = check, timeout
     meeting.meet(store, f"{namespace}/here", timeout, "the healing of the job")
-    watch, used = connect_ranks(store, f"{namespace}/mesh", timeout)
+    watch, connections = connect_ranks(store, f"{namespace}/mesh", timeout)
+    # The main thread may notice a failure late: it heals the job instead of ending it.
     watch.patient = True
-    job.connect_again(store, watch, used, namespace)
+    job.connect_again(store, watch, connections, namespace)
     with killed_if_stuck(watch):
         paddle_groups.connect_members(store, f"{namespace}/groups", now.number, timeout)
         if job.neighbours:
@@ -155,6 +157,7 @@ def begin_alone(
         meeting.opened_store(timeout)  # the others wait for it
     by_groups = transport == PROCESS_GROUP and mesh.degrees.pp > 1
     with _without_connections(timeout):
+        # Paddle's topology, and its group of the ranks with the same parameters, or None.
         hcg, copies = make_groups()
         groups = paddle_groups.make_groups(mesh) if by_groups else {}
     pipeline = None

@@ -29,7 +29,13 @@ _ENDED = "rank {} has ended its work, and meets no other process"
 
 
 class Rank(WatchedProcess):
-    """The present process of a rank, as Paddle's launcher watches it."""
+    """The present process of a rank, as Paddle's launcher watches it.
+
+    Attributes:
+        started: The first process, with the command and the environment that the launcher gave it.
+        process: The process that runs now, or ran last.
+        code: The exit code of the last process; None until it has ended and none replaces it.
+    """
 
     def __init__(self, started: RankProcess, healer: Healer) -> None:
         self.started = started
@@ -143,8 +149,10 @@ class Healer:
             return self._generation.refused
         if code == -signal.SIGTERM or attempt_files.is_healing_refused(self._directory):
             return "the job is ended"
+        # A rank that cannot go on with a replaced process has written why.
         for file in sorted(self._directory.glob("unhealed.*")):
             return file.read_text(encoding="utf-8")
+        # The new process goes on from a stored state, of which each rank has its own part.
         ranks = {number for number, _ in attempt_files.started_ranks(self._directory)}
         folder = Path(os.environ[kept_state.FOLDER])
         if not all(any(folder.glob(f"rank-{number}.*")) for number in ranks):

@@ -67,7 +67,7 @@ def attempts_of(lines: Iterable[Mapping[str, Any]]) -> list[AttemptRecord]:
             are left out.
     """
     attempts: list[AttemptRecord] = []
-    # The process of the last attempt, and the number of the attempt, as lines have them.
+    # The process of the last attempt, and the attempt's number, "life", as lines have them.
     current: object = None
     for line in lines:
         if line.get("event") == "begin":
@@ -187,6 +187,7 @@ class History:
         index = (max(1, step) - 1) // self.stride
         if step < self.last:
             earlier = {at: row for at, row in self._rows.items() if at < index}
+            # Without rows nothing needs the longer stride any more.
             self._rows, self.stride = earlier, self.stride if earlier else 1
             index = (max(1, step) - 1) // self.stride
         self.last = step
@@ -244,7 +245,11 @@ class History:
         }
 
     def content(self) -> dict[str, Any]:
-        """Returns the history as a value for ``json.dumps``, which writes NaN and infinities."""
+        """Returns the history as a value for ``json.dumps``, which writes NaN and infinities.
+
+        Under ``rows`` stand pairs of a step and figures by name, under ``events`` the fields of
+        :class:`RunEvent` as lists.
+        """
         rows = [[step, {**row}] for step, row in self.rows()]
         return {"stride": self.stride, "rows": rows, "events": list(map(list, self.events))}
 

@@ -29,7 +29,8 @@ from fleetpipe.schedules.forms.trace import Event, caveat, device_of
 
 Steps = Sequence[replay.ReplayedStep]
 
-#: If more than this share of the steps' time went elsewhere, that comes before the stragglers.
+#: If stragglers do not explain more than this share of the steps' time, the sentence begins with
+#: where that time went.
 _MOST_UNEXPLAINED = 0.15
 #: What happens between two steps, in words.
 _BETWEEN = {
@@ -149,7 +150,7 @@ class TraceAnalysis:
         yield "  of all communication", f"{slowdown.links:.2%}"
         for cause in slowdown.causes:
             yield f"  of {cause.name}", f"{cause.share:.2%}, {cause.factor:.2f} times its peers"
-        for name, seconds, even in self.schedules:
+        for name, seconds, even in self.schedules:  # with the measured costs, and with equal ones
             yield f"under {name}", f"{seconds:.6g} s, {even:.6g} s with even stages"
         if self.machine.load:
             cores = sum(self.machine.processors)
@@ -210,7 +211,7 @@ class TraceAnalysis:
 def page(analysis: TraceAnalysis) -> str:
     """Returns the page of an analysis as an HTML text that loads no other file."""
     steps = analysis.steps
-    width = -(-len(steps) // _MOST_COLUMNS)
+    width = -(-len(steps) // _MOST_COLUMNS)  # steps of a column, rounded up
     columns = [steps[first : first + width] for first in range(0, len(steps), width)]
     return render(
         "why.html",
