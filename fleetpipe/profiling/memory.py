@@ -19,6 +19,7 @@ from fleetpipe.profiling.cost_model import LayerCost, StageCost, Stages
 from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import flatten
 
+#: The bytes of each unit, by its name in small letters; "" is a number without a unit.
 _UNITS = {
     "": 1,
     "b": 1,
@@ -173,7 +174,7 @@ def activation_peak(
 
 
 def _moments_of(schedule: Schedule) -> list[_Moments]:
-    """Returns the moments of all ranks, cached with the schedule."""
+    """Returns the moments of all ranks, cached with the schedule: the costs do not change them."""
     cache = vars(schedule)
     if "_moments" not in cache:
         cache["_moments"] = [

@@ -141,10 +141,14 @@ class Cluster:
             return 0.0
         link, steps = self._bottleneck(group), ranks - 1
         rounds = steps if self.all_reduce == "ring" else math.ceil(math.log2(ranks))
+        # A member receives all bytes but its own.
         return messages * rounds * link.latency + steps / ranks * size * link.per_byte
 
     def reduce(self, size: float, group: Group) -> float:
-        """Returns the seconds of an all-reduce of ``size`` bytes."""
+        """Returns the seconds of an all-reduce of ``size`` bytes.
+
+        It is a reduce-scatter and an all-gather.
+        """
         return 2 * self.gather(size, group)
 
     def exchange(self, size: float, group: Group) -> float:
@@ -152,6 +156,7 @@ class Cluster:
         ranks, _ = group
         if ranks == 1 or not size:
             return 0.0
+        # Each member gets the same part of the bytes; the sender's own part stays where it is.
         members = self._members_on_a_host(group)
         to_other_hosts = size * ((ranks - members) / ranks)
         within_host = size * ((members - 1) / ranks)
@@ -175,7 +180,12 @@ class Cluster:
 
 
 def _interpolate(curve: Curve, size: float) -> float:
-    """Returns the FLOP/s of a product of a size; linear in logarithms, constant beyond the ends."""
+    """Returns the FLOP/s of a product; linear in logarithms, constant beyond the curve's ends.
+
+    Args:
+        curve: The FLOP/s of products of some sizes.
+        size: The cube root of the product's multiplications, as in the curve.
+    """
     if size <= curve[0][0]:
         return curve[0][1]
     for (low, first), (high, second) in itertools.pairwise(curve):

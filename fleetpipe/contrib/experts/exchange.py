@@ -114,6 +114,7 @@ def prune_gate_by_capacity(
     counts = _count_choices(flat, experts)
     starts = counts.cumsum() - counts
     free = paddle.concat([paddle.zeros([1], "int64"), expert_count.astype("int64")])
+    # The position of each choice among those of its expert.
     position = paddle.arange(flat.shape[0]) - starts.index_select(chosen + 1)
     has_room = position < free.index_select(chosen + 1)
     sorted_choices = paddle.where(has_room, chosen, paddle.full_like(chosen, -1))
@@ -150,6 +151,7 @@ def by_expert(choices: Tensor, last_first: bool = False) -> Tensor:
     """
     count = choices.shape[0]
     positions = paddle.arange(count)
+    # By expert first, then by position; all keys differ, so that every sort gives one order.
     keys = choices.astype("int64") * count + (count - 1 - positions if last_first else positions)
     return paddle.argsort(keys)
 
@@ -215,6 +217,7 @@ def _exchange_tokens(
             got=f"{tokens.shape[0]} tokens",
             fix="count the experts that the tokens were sorted by",
         )
+    # The exchange, and that of the gradients.
     there, back = (
         partial(_exchange_without_gradient, way, sent, received, group)
         for way in (outward, not outward)
@@ -358,6 +361,8 @@ def local_gather(
     inp: Tensor, pos: Tensor, out_batch_size: int, maybe_overlap: bool = True
 ) -> Tensor:
     """Returns ``out_batch_size`` rows; row i is the sum of the rows of ``inp`` with ``pos`` i.
+
+    Without ``maybe_overlap`` no two rows have the same ``pos``.
 
     Paddle's own function, in 2.6.2 and 3.3.1, returns one of these rows instead of their sum. In
     the backward of ``MoELayer`` a token with several experts then has the gradient of one.

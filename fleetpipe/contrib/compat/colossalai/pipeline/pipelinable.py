@@ -146,9 +146,12 @@ class PipelinableContext:
                 has ``"SPLIT_NODE"``; or ``{rank: [(start, end), ..]}``, layers by their numbers,
                 one pair for each chunk. It may be changed until :meth:`partition`.
         """
+        #: The layers that were constructed within the context, in this order.
         self._recorded: list[weakref.ref[Layer]] = []
+        #: The model that was built, and its layers in order; None before.
         self._model: Layer = None
         self._sequence: ExecutionSequence | None = None
+        #: What is open between entering and leaving the context.
         self._contexts = ExitStack()
         self.policy = policy
 
