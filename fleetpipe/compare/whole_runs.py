@@ -81,10 +81,10 @@ def files_in(folder: Path, before: Mapping[Path, tuple[int, int]]) -> Contents:
         folder: The working directory of the run.
         before: The stamp of each file before the run, as :func:`stamps` returns them.
     """
-    steps = [path.parent for path in sorted(folder.rglob(MANIFEST))]
-    contents = {str(step.relative_to(folder)): _summarize_checkpoint(step) for step in steps}
+    checkpoints = [path.parent for path in sorted(folder.rglob(MANIFEST))]
+    contents = {str(one.relative_to(folder)): _summarize_checkpoint(one) for one in checkpoints}
     for path, stamp in stamps(folder).items():
-        inside = any(step in path.parents for step in steps)
+        inside = any(checkpoint in path.parents for checkpoint in checkpoints)
         if before.get(path) != stamp and not inside and not path.name.startswith("."):
             contents[str(path.relative_to(folder))] = _summarize_file(path)
     return contents
@@ -403,9 +403,10 @@ class Judge:
         """Stores the results of the first way that are equal in its second run.
 
         Args:
-            first: The first way.
-            again: The second run of the same way.
+            first: The results of the first way.
+            again: Those of the second run of the same way.
         """
+        #: The events of the first way, by rank; it has one.
         self._trail = first.trail()
         #: The names of the random generators that the script does not seed.
         self._unseeded = unseeded(self._trail, again.trail()) if any(again.trail()) else frozenset()

@@ -217,6 +217,7 @@ class Counting:
         """
         self._metrics = metrics
         self._micro_batch = micro_batch
+        #: The number of rows of each micro-batch that count.
         self._real: Sequence[int] = ()
         #: The results of ``compute`` by micro-batch: for each metric a list of tensors.
         self._results: dict[int, list[list[Tensor]]] = {}

@@ -330,6 +330,7 @@ def _full_names_by_counted(path: Path, network: PipelineLayer) -> dict[str, str]
     names = [slot.name for slot in network.state.whole_slots()]
     # In reverse, so that a tied weight has its first name.
     counted = {name: full for full, name in reversed(fleet_files.counted_names(path))}
+    # By a fully qualified name of the file, the model's name at the same place.
     by_order = dict(zip(reversed(counted.values()), names))
     return {name: full if full in names else by_order[full] for name, full in counted.items()}
 
@@ -360,6 +361,7 @@ def _arrays_by_checkpoint_name(
                 expected=", ".join(list(names)[:4]) + ", ..",
                 fix=f"save both again, or load with reset_optimizer=True: {STATE} is left out",
             )
+        # Of linear_0.w_0_fp32_master_0_moment1_0 this leaves moment1_0.
         kind = key[len(counted) + 1 :].removeprefix(f"{_MASTER[1:]}_").removeprefix(prefix)
         # The number at the end is not 0 for the second optimizer of a process: moment1_1.
         state = f"{names[counted]}/{kind.rpartition('_')[0]}_0"

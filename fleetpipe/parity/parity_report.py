@@ -237,6 +237,7 @@ class Orders:
             crossings: The record of :meth:`crossings` for the stages of this process.
         """
         report = self._report
+        # What is sent: crossings as lists, and the names of layers whose backward is split.
         plain = [(stage, crossing.plain()) for stage, crossing in crossings.items()]
         parts = all_ranks().all_gather((plain, self._pipeline.reordered_leaves()))
         everything = {stage: Crossing.from_plain(c) for part, _ in parts for stage, c in part}

@@ -293,6 +293,7 @@ class Reference:
         switches = {
             name: (p.stop_gradient, p.need_clip) for name, p in pipe.state.own_parameters().items()
         }
+        # A captured pipeline has modes of the whole plain model: a rank's own layers decide.
         modes, here = dict(pipe.modes_in_training()), {*map(id, pipe.sublayers())}
         layers = pipe.with_modes.named_sublayers()
         modes_here = {path: modes[path] for path, layer in layers if id(layer) in here}
@@ -436,7 +437,12 @@ class Rates:
 
 
 class ComparingOptimizer(PipelineOptimizer):
-    """An optimizer that compares the complete gradients of both sides, then steps both sides."""
+    """An optimizer that compares the complete gradients of both sides, then steps both sides.
+
+    Attributes:
+        differences: The differences of the gradients on this rank, then those of ``before``.
+        squares: The squared norms of this rank's gradients on both sides, for the global norm.
+    """
 
     def __init__(
         self,
