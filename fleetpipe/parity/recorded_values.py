@@ -60,8 +60,8 @@ def record_model(model: Layer, names: Mapping[str, str]) -> Iterator[Outputs]:
     for path, layer in model.named_sublayers(include_self=True):
         # The outputs of a vocabulary head in shards and in one process cannot be compared.
         if path in owners and getattr(layer, "has_plain_output", True):
-            kept = outputs.setdefault(owners[path], [])
-            handles.append(layer.register_forward_post_hook(_recording_hook(kept)))
+            of_layer = outputs.setdefault(owners[path], [])
+            handles.append(layer.register_forward_post_hook(_recording_hook(of_layer)))
     try:
         yield outputs
     finally:
@@ -80,13 +80,13 @@ def record_stages(layers: PipelineLayer) -> AbstractContextManager[Outputs]:
     return record_model(layers, {n: n for n in names})
 
 
-def _recording_hook(kept: list[Tensor]) -> Callable[[Layer, Nest, Nest], None]:
-    """Returns a hook that appends copies of a layer's outputs to ``kept``."""
+def _recording_hook(recorded: list[Tensor]) -> Callable[[Layer, Nest, Nest], None]:
+    """Returns a hook that appends copies of a layer's outputs to ``recorded``."""
 
     def append_copies(_layer: Layer, _inputs: Nest, output: Nest) -> None:
         # Copies, since the next layer may work in place; across a border of stages it cannot.
         if not (_in_backward.get() or is_trial()):
-            kept.extend(tensor.detach().clone() for tensor in tensors_of(output))
+            recorded.extend(tensor.detach().clone() for tensor in tensors_of(output))
 
     return append_copies
 
@@ -108,9 +108,10 @@ def compare_outputs(
         For each layer that differs, the difference of its first call that does.
     """
     differences = []
-    for layer, kept in outputs.items():
-        reference_outputs = expected[layer][replica * len(kept) :]
-        for call, (ours, reference) in enumerate(zip(kept, reference_outputs)):
+    for layer, pipeline_outputs in outputs.items():
+        # The reference may have run the data of every replica, one replica after another.
+        reference_outputs = expected[layer][replica * len(pipeline_outputs) :]
+        for call, (ours, reference) in enumerate(zip(pipeline_outputs, reference_outputs)):
             name, part = f"{layer}, call {call}{call_of}", part_of(reference, ours)
             if sequence_parts() and part.shape != ours.shape:
                 continue  # the sequence is on another axis, as after a reshape to one row

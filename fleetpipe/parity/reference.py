@@ -429,11 +429,11 @@ class Rates:
             return []
         step_rate(self._copied_scheduler, loss)
         differences = self.compare(step)
-        epoch, copied_epoch = (
-            getattr(one, "last_epoch", 0) for one in (self._scheduler, self._copied_scheduler)
-        )
+        # Schedulers that have made different numbers of steps may still have the same rate.
+        schedulers = self._scheduler, self._copied_scheduler
+        ours, expected = (getattr(scheduler, "last_epoch", 0) for scheduler in schedulers)
         name = type(self._scheduler).__name__
-        return differences + compare_numbers("last_epoch", name, step, epoch, copied_epoch)
+        return differences + compare_numbers("last_epoch", name, step, ours, expected)
 
 
 class ComparingOptimizer(PipelineOptimizer):
