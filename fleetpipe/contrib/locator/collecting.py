@@ -378,12 +378,8 @@ class _Hooks(BatchObserver):
         recorder, feed = self._recorder, self._feed
         if recorder.main_root is None:
             return original(optimizer, *more, **named)
-        in_users_loop = self._steps_within == 0 and not recorder.in_pipeline
-        if (
-            in_users_loop
-            and feed is not None
-            and feed.must_read_on(recorder.recorded, recorder.step)
-        ):
+        in_loop = self._steps_within == 0 and not recorder.in_pipeline  # a user's own loop
+        if in_loop and feed is not None and feed.must_read_on(recorder.recorded, recorder.step):
             self._put_off[id(base_optimizer(optimizer))] += 1
             return None
         if self._steps_within == 0 and "gradient" not in recorder.stored_phases:

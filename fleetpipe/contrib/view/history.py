@@ -73,9 +73,8 @@ def attempts_of(lines: Iterable[Mapping[str, Any]]) -> list[AttemptRecord]:
         if line.get("event") == "begin":
             process = (line.get("process"), line.get("life"))
             if process != current or not attempts:
-                attempts.append(
-                    AttemptRecord(_to_number(line.get("time")), int(_to_number(line.get("step"))))
-                )
+                began, step = (_to_number(line.get(name)) for name in ("time", "step"))
+                attempts.append(AttemptRecord(began, int(step)))
             current = process
             attempts[-1].ended = None
         elif line.get("event") == "end" and attempts:

@@ -169,10 +169,8 @@ class TraceAnalysis:
         """Says where much time went that stragglers do not explain; empty if it is little."""
         measured, replayed, _ = self._seconds
         step = sum(self.account.values())
-        no_processor = (
-            sum(self.account[row] for row in (replay.QUEUEING, replay.LIMITED, replay.STOLEN))
-            / step
-        )
+        without_processor = (replay.QUEUEING, replay.LIMITED, replay.STOLEN)
+        no_processor = sum(self.account[row] for row in without_processor) / step
         between = {part: self.shares[part] for part in BETWEEN if self.shares}
         if no_processor > _MOST_UNEXPLAINED:
             return (
