@@ -71,7 +71,10 @@ def test_a_training_that_ends_early_goes_on_to_the_same_bits(
     log = (tmp_path / "log" / "workerlog.0").read_text()
     assert "attempt 2 of the job goes on after 6 steps\n" in log
     place = whole.index(next(line for line in whole if line.startswith("step 1 0")))
-    assert told(log) == [*whole[: place + 3], *whole[place:]]
+    # The launcher may end rank 0 before it has shown the step after which rank 1 was killed.
+    restarted = len(told(log)) - len(whole[place:])
+    assert restarted in (place + 2, place + 3)
+    assert told(log) == [*whole[:restarted], *whole[place:]]
 
 
 @pytest.fixture

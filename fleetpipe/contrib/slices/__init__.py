@@ -409,13 +409,6 @@ def sequence_chunks(
             cause="a chunk would have to wait for later ones of another rank",
             fix="choose a schedule without sequence chunks, 1F1B or ZBH1, or split no sequence",
         )
-    if isinstance(lengths, tuple) and schedule.slices != len(lengths):
-        raise ConfigError(
-            "fleetpipe_configs['slices'] has the lengths of another number of slices",
-            expected=f"{schedule.slices} lengths, for the slices of {schedule.name}",
-            got=f"{len(lengths)} lengths",
-            fix="give as many lengths as the plan was made for",
-        )
     if delays_weights:
         raise ConfigError(
             "delay_scale_loss weights all losses alike, and slices need not be of one length",
