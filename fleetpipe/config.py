@@ -414,14 +414,18 @@ def _options_of_schedule(options: Mapping[str, object]) -> tuple[tuple[str, obje
     groups = options["groups"]
     if groups is not None and not isinstance(groups, (list, tuple)):
         raise ConfigError("`groups` is no list of sizes", got=repr(groups), fix="groups=[4, 4]")
-    own = {option.name for option in _OPTIONS}
-    if taken := (own & option_names()) - {"slices"}:  # which the schedules are asked for, too
+    field_names = {option.name for option in _OPTIONS}
+    if taken := (field_names & option_names()) - {
+        "slices"
+    }:  # which the schedules are asked for, too
         raise ConfigError(
             "a registered schedule has options that `fleetpipe_configs` has for something else",
             got=", ".join(sorted(taken)),
             fix="give these parameters of its function other names",
         )
-    values = {name: options[name] for name in sorted((option_names() - own) & options.keys())}
+    values = {
+        name: options[name] for name in sorted((option_names() - field_names) & options.keys())
+    }
     return tuple(
         (name, tuple(value) if isinstance(value, list) else value)
         for name, value in values.items()
