@@ -35,9 +35,9 @@ from fleetpipe.paddle_api.random import (
 from fleetpipe.paddle_api.tensor import is_parameter, watch_pylayers
 from fleetpipe.schedules.action import GlobalMicroBatch
 
-#: The values of ``fleetpipe_configs["rng"]``: streams as described above, or the generators as the
-#: user and Fleet seed them.
-KEYED, FLEET = "keyed", "fleet"
+#: The value of ``fleetpipe_configs["rng"]`` with which generators stay as the user and Fleet seed
+#: them.
+FLEET = "fleet"
 
 #: The streams of Paddle's tracker from which the shards of a layer draw: each rank along mp must
 #: have a seed of its own there.
