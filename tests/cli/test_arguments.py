@@ -104,10 +104,15 @@ def shell(words: str, folder: Path, **environment: str) -> subprocess.CompletedP
     return command("bash", "-c", line, cwd=folder, **environment)
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+CLOSED = "<&- >&- 2>&-"
+
+
 @pytest.mark.parametrize(
-    ("command", "code"),
-    [(SMALL_COMMAND, 0), ("verify bad", 1), ("run train.py", 3), ("plan none", 2)],
+    ("command", "code", "closed"),
+    [
+        *((SMALL_COMMAND, 0, ">&-"), (SMALL_COMMAND, 0, "2>&-"), (SMALL_COMMAND, 0, CLOSED)),
+        *(("verify bad", 1, ">&-"), ("verify bad", 1, "2>&-"), ("run train.py", 3, CLOSED)),
+    ],
 )
 def test_a_closed_stream_changes_no_exit_code(
     command: str, code: int, closed: str, tmp_path: Path
@@ -138,8 +143,10 @@ def without_reader(words: str, streams: str, folder: Path) -> int:
 GONE = [">&PIPE", "2>&PIPE", ">&PIPE 2>&PIPE"]
 
 
-@pytest.mark.parametrize("gone", GONE)
-@pytest.mark.parametrize(("command", "code"), [("verify bad", 1), ("run train.py", 3), ("x", 2)])
+@pytest.mark.parametrize(
+    ("command", "code", "gone"),
+    [*(("verify bad", 1, gone) for gone in GONE), ("run train.py", 3, GONE[-1]), ("x", 2, GONE[1])],
+)
 def test_a_reader_that_is_gone_changes_no_exit_code(
     command: str, code: int, gone: str, tmp_path: Path
 ) -> None:

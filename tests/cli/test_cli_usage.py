@@ -225,28 +225,6 @@ def test_what_would_be_computed_for_minutes_is_refused_with_the_limit(
     assert "at most 1024 ranks and 600000 forwards" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("costs", "message"),
-    [
-        ("[" * 200_000, "expected: JSON"),
-        ('{"forward": ' + "[" * 200_000, "expected: JSON"),
-        ('{"forward": 1' + "0" * 400 + "}", "`forward` must be a finite number"),
-        ('{"forward": 1e300}', "0..1e+100"),
-        ('{"forward": [[1], [1]]}', "`forward` must be a finite number"),
-        ("1", "expected: an object"),
-    ],
-    ids=["deep", "deep in a key", "long", "large", "lists in a list", "no object"],
-)
-def test_strange_costs_are_refused_without_a_traceback(
-    costs: str, message: str, tmp_path: Path, capsys: Capture
-) -> None:
-    (tmp_path / "costs.json").write_text(costs)
-    assert main(["schedule", *SMALL, "--costs", str(tmp_path / "costs.json")]) == 2
-    output = capsys.readouterr().err
-    assert message in output
-    assert str(tmp_path / "costs.json") in output
-
-
 def test_paddles_own_lines_are_shown_from_a_level_on(capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.delenv("GLOG_minloglevel", raising=False)
     monkeypatch.setenv("PYTHONWARNINGS", "error")
