@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -67,29 +66,12 @@ class ThreadStore:
             return self._counters[key]
 
 
-class FolderStore:
-    """The store of a job whose ranks are processes of one host."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def set(self, key: str, value: str) -> None:
-        self._path(key).write_text(value, encoding="utf-8")
-
-    def get(self, key: str) -> bytes:
-        return self._path(key).read_bytes()
-
-    def add(self, key: str, amount: int) -> int:
-        with open(self._path(key), "a+", encoding="ascii") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            file.seek(0)
-            total = int(file.read() or 0) + amount
-            file.truncate(0)
-            file.write(str(total))
-        return total
-
-    def _path(self, key: str) -> Path:
-        return self._folder / key.replace("/", "_")
+def free_port() -> int:
+    """Returns a port of this host that nobody has."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def join_all(ranks: int, **options: Any) -> list[SocketTransport]:

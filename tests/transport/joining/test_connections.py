@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from fleetpipe.errors import FleetPipeError, PeerFailed, PipelineTimeout, TransportError
+from fleetpipe.errors import PipelineTimeout, TransportError
 from fleetpipe.transport import SocketTransport, base, connect, hosts, peer_connections
 from fleetpipe.transport.base import Limit, await_keys
 from fleetpipe.transport.handshake import connects
@@ -87,19 +87,6 @@ def family(transport: SocketTransport, peer: int) -> int:
         return sock.family
 
 
-def test_ranks_of_a_host_use_unix_sockets_and_are_all_connected() -> None:
-    ranks = join_all(4)
-    for transport in ranks:
-        for peer in set(range(4)) - {transport.rank}:
-            assert family(transport, peer) == socket.AF_UNIX
-            transport.send(peer, forward(0), [transport.rank, peer])
-    for transport in ranks:
-        for peer in set(range(4)) - {transport.rank}:
-            assert transport.receive(peer, forward(0), LIMIT) == [peer, transport.rank]
-    for transport in ranks:
-        transport.close()
-
-
 def test_streams_are_told_apart(threads: ThreadPoolExecutor) -> None:
     store, ranks = ThreadStore(), range(3)
 
@@ -151,12 +138,17 @@ def test_hosts_decide_between_unix_and_tcp(monkeypatch: pytest.MonkeyPatch) -> N
     ) - near
 
 
-def test_the_environment_can_ask_for_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loopback_tcp_within_a_host_closes_once_all_are_connected(
+    threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FLEETPIPE_FORCE_TCP", "1")
-    one, other = join_all(2)
-    assert family(one, 1) == socket.AF_INET
-    one.close()
-    other.close()
+    store = ThreadStore()
+    joining = [begin(threads, store, rank) for rank in range(2)]
+    assert family(joining[0].result(), 1) == socket.AF_INET
+    finish(*joining)
+    assert address_of(store).startswith("tcp 127.0.0.1 ")
+    with pytest.raises(OSError, match="refused"):
+        knock(address_of(store)).recv(1)
 
 
 def test_tcp_on_some_ranks_of_a_host_alone_is_named_on_all() -> None:
@@ -167,14 +159,6 @@ def test_tcp_on_some_ranks_of_a_host_alone_is_named_on_all() -> None:
             with pytest.raises(TransportError, match=r"rank 0 and rank 1 of one host") as caught:
                 each.result(LIMIT)
             assert "got: 0 on rank 0, 1 on rank 1" in str(caught.value)
-
-
-def test_within_one_host_tcp_is_bound_to_loopback() -> None:
-    store = ThreadStore()
-    with ThreadPoolExecutor(2) as threads:
-        joining = [begin(threads, store, rank, force_tcp=True) for rank in range(2)]
-        finish(*joining)
-    assert address_of(store).startswith("tcp 127.0.0.1 ")
 
 
 def test_ranks_whose_host_has_no_identity_use_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,20 +208,16 @@ def test_a_rank_that_published_but_never_connected_is_named(threads: ThreadPoolE
         begin(threads, store, 0, timeout=0.3, address="127.0.0.1").result()
 
 
-def test_a_namespace_is_entered_once() -> None:
-    store = ThreadStore()
-    with ThreadPoolExecutor(2) as threads:
-        finish(*[begin(threads, store, rank) for rank in range(2)])
-    with pytest.raises(TransportError, match="rank 0 entered the namespace 'test' twice"):
-        connect(rank=0, ranks=2, store=store, namespace="test", timeout=0.3)
-
-
-def test_namespaces_of_one_store_do_not_meet(threads: ThreadPoolExecutor) -> None:
+def test_namespaces_of_one_store_do_not_meet_and_are_entered_once(
+    threads: ThreadPoolExecutor,
+) -> None:
     store = ThreadStore()
     for namespace in ("a", "b"):
         finish(*[begin(threads, store, rank, namespace=namespace) for rank in range(2)])
     tokens = {json.loads(store.values[f"{name}/0/host"])["token"] for name in "ab"}
     assert len(tokens) == 2
+    with pytest.raises(TransportError, match="rank 0 entered the namespace 'a' twice"):
+        connect(rank=0, ranks=2, store=store, namespace="a", timeout=0.3)
 
 
 def test_ranks_that_disagree_on_their_number_are_told(threads: ThreadPoolExecutor) -> None:
@@ -314,15 +294,6 @@ def test_silent_strangers_are_dropped_in_time(
     finish(rank_0, join_rank_1(threads, store))
 
 
-def test_a_crowd_of_strangers_keeps_nobody_out(threads: ThreadPoolExecutor) -> None:
-    store = ThreadStore()
-    rank_0 = waiting_rank(threads, store)
-    strangers = [knock(address_of(store)) for _ in range(peer_connections.MOST_STRANGERS + 20)]
-    finish(rank_0, join_rank_1(threads, store))
-    for stranger in strangers:
-        stranger.close()
-
-
 def test_a_stranger_that_has_to_go_in_the_turn_in_which_it_speaks(
     threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,13 +358,6 @@ def test_ten_thousand_strangers_keep_nobody_out(threads: ThreadPoolExecutor) -> 
     assert flooding.result() >= 10_000
 
 
-def test_nobody_listens_any_more_once_all_are_connected(threads: ThreadPoolExecutor) -> None:
-    store = ThreadStore()
-    finish(*[begin(threads, store, rank) for rank in range(2)])
-    with pytest.raises(OSError, match="refused"):
-        knock(address_of(store)).recv(1)
-
-
 @pytest.mark.parametrize(
     "facts",
     [
@@ -431,43 +395,20 @@ class CountingStore(ThreadStore):
         return int(self.asked[key] >= 3 and key not in self._never)
 
 
-def failure(missing: list[int], ended: set[int]) -> FleetPipeError:
-    kind = PeerFailed if ended else PipelineTimeout
-    return kind(f"{missing} {sorted(ended)}")
-
-
-def test_each_key_is_asked_for_until_its_rank_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base.time, "sleep", lambda _: None)
-    store = CountingStore()
-    assert list(await_keys(store, KEYS, Limit(60), failure)) == list(KEYS)
-    assert set(store.asked.values()) == {3}
-
-
-def test_at_the_limit_all_who_are_missing_are_named() -> None:
-    store = CountingStore(never=[2, 5])
-    for rank in KEYS:
-        store.asked[KEYS[rank]] = 3
-    arriving = await_keys(store, KEYS, Limit(0), failure)
-    with pytest.raises(PipelineTimeout, match=r"^\[2, 5\] \[\]"):
-        list(arriving)
-
-
-def test_who_has_ended_before_it_came_ends_the_wait() -> None:
-    store = CountingStore(never=[2, 5])
-    arriving = await_keys(store, KEYS, Limit(60), failure, lambda: [5])
-    with pytest.raises(PeerFailed, match=r"\[5\]$"):
-        list(arriving)
-
-
 def test_who_has_come_may_end_while_others_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     store = CountingStore(never=[2])
     store.asked[KEYS[5]] = 3
     naps: list[float] = []
     monkeypatch.setattr(base.time, "sleep", naps.append)
+
+    def failure(missing: list[int], ended: set[int]) -> PipelineTimeout:
+        return PipelineTimeout(f"{missing} {sorted(ended)}")
+
     arriving = await_keys(
         store, KEYS, Limit(60), failure, lambda: [5], given_up=lambda: len(naps) > 20
     )
     with pytest.raises(PipelineTimeout, match=r"^\[2\] \[\]"):
         list(arriving)
-    # It sleeps between its looks, longer and longer.
+    # It sleeps between its looks, longer and longer, and asks for nobody who has come.
     assert naps[0] < naps[-1] == max(naps)
+    assert store.asked[KEYS[0]] == 3

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import paddle
 import pytest
 
-from fleetpipe.errors import PeerFailed, PipelineTimeout
+from fleetpipe.errors import BoundaryError, PeerFailed, PipelineTimeout
 from fleetpipe.transport import ProcessGroupTransport, SocketTransport
 from fleetpipe.transport.lanes import Lane
 from tests.transport.helpers import LIMIT, backward, forward, same, sample
@@ -126,6 +126,8 @@ def test_what_does_not_come_is_named(pair: list[ProcessGroupTransport]) -> None:
     with pytest.raises(PipelineTimeout, match=r"F of edge 0>1, micro-batch 3 from rank 0"):
         other.receive(0, forward(3), 0.1)
     assert other.awaited is None
+    with pytest.raises(BoundaryError, match=r"value\[0\]"):
+        one.send(1, forward(0), [object()])
     one.send(1, forward(0), sample("float32", [2]))
     one.flush(LIMIT)
     one.close()

@@ -36,16 +36,6 @@ def test_what_the_kernel_takes_needs_no_thread() -> None:
     theirs.close()
 
 
-def test_more_pieces_than_one_call_takes() -> None:
-    mine, theirs = socket.socketpair()
-    outbox = Outbox(mine, lambda: None)
-    pieces = [bytes([number % 251]) for number in range(5000)]
-    outbox.put(pieces, 5000, nothing)
-    assert drain(theirs, 5000) == b"".join(pieces)
-    mine.close()
-    theirs.close()
-
-
 def test_the_rest_goes_in_order_through_the_writer() -> None:
     mine, theirs = socket.socketpair()
     told = threading.Event()

@@ -15,12 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleetpipe.errors import BoundaryError, PeerFailed, PipelineTimeout, TransportError
-from fleetpipe.transport import MemoryHub, MemoryTransport, SocketTransport, Transport
+from fleetpipe.transport import MemoryHub, MemoryTransport, MessageKey, SocketTransport, Transport
 from tests.transport.helpers import (
     DTYPES,
     LIMIT,
     backward,
-    content,
     forward,
     join_all,
     same,
@@ -33,7 +32,8 @@ TENSORS = st.builds(
     sample, st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3), st.integers(0, 2**31)
 )
 SCALARS = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), TENSORS
+    *(st.none(), st.booleans(), st.integers(), st.floats(), TENSORS),
+    *(st.text(max_size=8), st.just("\ud800 é")),
 )
 VALUES = st.recursive(
     SCALARS,
@@ -63,13 +63,6 @@ def test_any_value_arrives_as_it_was(lasting: list[Transport], value: Any, flip:
     source, target = (1, 0) if flip else (0, 1)
     lasting[source].send(target, forward(0), value)
     assert same(lasting[target].receive(source, forward(0), LIMIT), value)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype(pair: list[Transport], dtype: str) -> None:
-    value = [sample(dtype, shape) for shape in ([], [3], [0], [2, 5], [40, 1000])]
-    pair[0].send(1, forward(0), value)
-    assert same(pair[1].receive(0, forward(0), LIMIT), value)
 
 
 def test_one_key_is_first_in_first_out(pair: list[Transport]) -> None:
@@ -161,10 +154,19 @@ def test_peers_that_are_none_are_refused(pair: list[Transport], peer: int) -> No
         pair[0].receive(peer, forward(0), 0.1)
 
 
-def test_keys_that_are_none_are_refused(pair: list[Transport]) -> None:
-    pair[0].send(1, forward(0), 1)
+@pytest.mark.parametrize(
+    "key",
+    [
+        MessageKey("W", 0, 1, "", 0),
+        MessageKey("F", -1, 1, "", 0),
+        MessageKey("F", 0, 2**32, "", 0),
+        MessageKey("F", 0, 1, b"mask", 0),
+        MessageKey("F", 0, 1, "", 0.5),
+    ],
+)
+def test_keys_that_are_none_are_refused(pair: list[Transport], key: MessageKey) -> None:
     with pytest.raises(TransportError, match="kind F, B, C or H"):
-        pair[0].send(1, forward(0)._replace(kind="W"), 1)
+        pair[0].send(1, key, 1)
 
 
 def test_a_micro_batch_that_no_header_holds_is_refused(sockets: Join) -> None:
@@ -187,16 +189,6 @@ def test_both_may_send_much_before_either_receives(sockets: Join, force_tcp: boo
             assert same(pair[rank].receive(1 - rank, forward(k), LIMIT), tensors[1 - rank])
     for transport in pair:
         transport.flush(LIMIT)
-
-
-def test_small_messages_queue_behind_a_large_one(sockets: Join) -> None:
-    one, other = sockets(2)
-    large = paddle.arange(5 << 20)
-    one.send(1, forward(0), large)
-    for k in range(1, 5):
-        one.send(1, forward(0), k)
-    assert same(other.receive(0, forward(0), LIMIT), large)
-    assert [other.receive(0, forward(0), LIMIT) for _ in range(4)] == [1, 2, 3, 4]
 
 
 def test_many_tensors_in_one_message(sockets: Join) -> None:
@@ -231,22 +223,6 @@ def test_a_sender_waits_when_too_much_is_waiting(sockets: Join) -> None:
     assert "bytes wait for rank 1" in str(raised.value)
 
 
-def test_a_waiting_sender_goes_on_when_the_peer_receives(sockets: Join) -> None:
-    one, other = sockets(2, backlog=1 << 20)
-    received: list[int] = []
-
-    def receive() -> None:
-        for k in range(60):
-            received.append(int(other.receive(0, forward(k), LIMIT)[0]))
-
-    thread = threading.Thread(target=receive)
-    thread.start()
-    for k in range(60):
-        one.send(1, forward(k), paddle.full([1 << 20], k, "uint8"))
-    thread.join(LIMIT)
-    assert received == list(range(60))
-
-
 def test_two_waiting_senders_read_what_the_other_sends(sockets: Join) -> None:
     """Both send more than buffers and backlog hold; reading meanwhile lets both go on."""
     pair = sockets(2, backlog=16 << 20)
@@ -267,22 +243,6 @@ def test_two_waiting_senders_read_what_the_other_sends(sockets: Join) -> None:
     for thread in threads:
         thread.join(2 * LIMIT)
     assert not failures
-
-
-def test_a_late_message_is_waited_for(sockets: Join) -> None:
-    one, other = sockets(2)
-    timer = threading.Timer(0.2, one.send, (1, forward(0), 5))
-    timer.start()
-    assert other.receive(0, forward(0), LIMIT) == 5
-    timer.join()
-
-
-def test_a_wait_does_not_spin(sockets: Join) -> None:
-    one, _ = sockets(2)
-    begin = time.process_time()
-    with pytest.raises(PipelineTimeout):
-        one.receive(1, forward(0), 0.5)
-    assert time.process_time() - begin < 0.2
 
 
 def test_a_third_rank_that_sends_too_much_is_left_alone_until_it_is_waited_for(
@@ -374,15 +334,16 @@ def test_one_rank_alone(sockets: Join) -> None:
 
 def test_in_static_mode(sockets: Join) -> None:
     one, other = sockets(2)
-    tensor = sample("bfloat16", [3, 4])
-    expected = content(tensor)
+    value = {"x": sample("bfloat16", [3, 4]).transpose([1, 0]), "large": paddle.ones([1 << 19])}
     paddle.enable_static()
     try:
-        one.send(1, forward(0), {"x": tensor})
+        before = str(paddle.static.default_main_program())
+        one.send(1, forward(0), value)
         received = other.receive(0, forward(0), LIMIT)
+        assert str(paddle.static.default_main_program()) == before
     finally:
         paddle.disable_static()
-    assert content(received["x"]) == expected
+    assert same(received, value)
 
 
 @pytest.fixture
@@ -417,11 +378,6 @@ def test_an_absent_message_is_an_error_at_once(ranks: list[MemoryTransport]) -> 
     assert time.monotonic() - begin < 30.0
     assert "F of edge 0>1, micro-batch 3 from rank 0 to rank 1" in str(raised.value)
     assert "one thread" in str(raised.value)
-
-
-def test_endpoints_are_the_same_each_time() -> None:
-    hub = MemoryHub(2)
-    assert hub.endpoint(1) is hub.endpoint(1)
 
 
 def test_the_sender_is_part_of_the_address(ranks: list[MemoryTransport]) -> None:
