@@ -12,7 +12,17 @@ from paddle import nn
 
 from fleetpipe import fleet
 from fleetpipe.fleet.meta_parallel import LayerDesc
-from tests.pipelines import CLASSES, FEATURES, batch, bits, job, model_in_job, pipeline, sgd
+from tests.pipelines import (
+    CLASSES,
+    FEATURES,
+    accumulate,
+    batch,
+    bits,
+    job,
+    model_in_job,
+    pipeline,
+    sgd,
+)
 
 Change = Callable[[Any], object]
 
@@ -73,32 +83,17 @@ def drop_adapters(root: Any) -> None:
                 setattr(parent, name, layer.base)
 
 
-def freeze_norms(root: Any) -> None:
-    """Keeps running statistics as they are, as fine-tuning does."""
-    for layer in root.sublayers():
-        if isinstance(layer, nn.BatchNorm1D):
-            layer.eval()
+def each(kind: Any, change: Change) -> Change:
+    """Returns a function that changes each layer of a kind."""
+    return lambda root: [change(part) for part in root.sublayers() if isinstance(part, kind)]
 
 
-def put_hooks(root: Any) -> None:
-    """Has each block's output doubled."""
-    for layer in root.sublayers():
-        if isinstance(layer, Block):
-            layer.register_forward_post_hook(lambda _layer, _inputs, output: output * 2)
-
-
-def normalize_weights(root: Any) -> None:
-    """Splits each Linear's weight into its direction and its length."""
-    for layer in root.sublayers():
-        if isinstance(layer, nn.Linear):
-            nn.utils.weight_norm(layer)
-
-
-def join_weights(root: Any) -> None:
-    """Takes that back."""
-    for layer in root.sublayers():
-        if isinstance(layer, nn.Linear):
-            nn.utils.remove_weight_norm(layer)
+#: Keeps running statistics as they are, as fine-tuning does.
+freeze_norms = each(nn.BatchNorm1D, nn.Layer.eval)
+double_outputs = each(Block, lambda part: part.register_forward_post_hook(lambda *v: v[-1] * 2))
+#: Splits each weight into its direction and its length; and takes that back.
+normalize_weights = each(nn.Linear, nn.utils.weight_norm)
+join_weights = each(nn.Linear, nn.utils.remove_weight_norm)
 
 
 def prune(root: Any) -> None:
@@ -111,17 +106,17 @@ def prune(root: Any) -> None:
 
 
 CHANGES: list[Any] = [
-    [put_adapters],
     [put_adapters, lambda root: None, drop_adapters],
     [lambda root: None, put_adapters],
     [freeze_norms],
     [lambda root: None, freeze_norms],
-    [put_hooks],
+    [double_outputs],
     [normalize_weights, lambda root: None, join_weights],
     [prune, put_adapters],
     [lambda root: setattr(root, "2", nn.LayerNorm(8)), lambda root: setattr(root, "2", nn.Tanh())],
 ]
-WAYS = [("1F1B", {}), ("ZBH1", {}), ("ZBV", {}), ("1F1B", {"recompute_interval": 2})]
+RECOMPUTE = {"recompute_interval": 2, "recompute_ctx": {}}
+WAYS = [("1F1B", {}), ("ZBH1", {}), ("ZBV", {}), ("1F1B", RECOMPUTE)]
 
 
 @pytest.mark.parametrize(("schedule", "options"), WAYS)
@@ -129,29 +124,22 @@ WAYS = [("1F1B", {}), ("ZBH1", {}), ("ZBV", {}), ("1F1B", {"recompute_interval":
 def test_changes_before_a_step_are_followed_in_bits(
     changes: list[Change], schedule: str, options: dict[str, Any]
 ) -> None:
-    if options:
-        options = {**options, "recompute_ctx": {}}
     with job(2, 4, schedule):
         model = pipeline(entries(), **options)
         plain = nn.Sequential(*(entry.build_layer() for entry in entries()))
         plain.set_state_dict(model.layers.full_state_dict())
         for step in range(4):
-            if step < len(changes):
-                for root in (model.layers, plain):
-                    paddle.seed(step)
-                    changes[step](root)
-            optimizer, plainly = (
-                paddle.optimizer.Momentum(
-                    0.1, parameters=[p for p in root.parameters() if not p.stop_gradient]
-                )
-                for root in (model, plain)
+            for root in (model.layers, plain) if step < len(changes) else ():
+                paddle.seed(step)
+                changes[step](root)
+            trained = (
+                [p for p in root.parameters() if not p.stop_gradient] for root in (model, plain)
             )
-            loss = model.train_batch(batch(seed=step), fleet.distributed_optimizer(optimizer))
-            total = 0.0
-            for x, y in zip(*(part.split(4) for part in batch(seed=step))):
-                part = nn.functional.cross_entropy(plain(x), y) / 4
-                part.backward()
-                total = total + part.detach()
+            optimizer, plainly = (paddle.optimizer.Momentum(0.1, parameters=p) for p in trained)
+            data = batch(seed=step)
+            loss = model.train_batch(data, fleet.distributed_optimizer(optimizer))
+            parts = zip(*(part.split(4) for part in data))
+            total = accumulate(nn.functional.cross_entropy(plain(x), y) / 4 for x, y in parts)
             plainly.step()
             plainly.clear_grad()
             if step % 2:  # and an evaluation between leaves each layer's own mode
@@ -214,10 +202,6 @@ class ByHand:
             self.optimizer.clear_grad()
 
 
-def state(layers: list[Any]) -> list[bytes]:
-    return [tensor.numpy().tobytes() for norm in layers for tensor in norm.state_dict().values()]
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("seed", range(12))
 def test_modes_that_the_script_has_set_count(ranks: int, seed: int) -> None:
@@ -226,19 +210,20 @@ def test_modes_that_the_script_has_set_count(ranks: int, seed: int) -> None:
         pipe, optimizer = model.layers, sgd(model)
         plain = ByHand(pipe)
         norms = [part for part in pipe.sublayers() if isinstance(part, nn.BatchNorm1D)]
+        batches: dict[str, Callable[[], object]] = {
+            "train_batch": lambda: model.train_batch([X, Y], optimizer),
+            "eval_batch": lambda: model.eval_batch([X, Y], compute_loss=True),
+            "predict_batch": lambda: model.predict_batch(X),
+        }
         calls: list[str] = []
         for _ in range(40):
             call, number = draw.choice(CALLS), draw.randrange(2)
             calls.append(call)
-            if call == "train_batch":
-                model.train_batch([X, Y], optimizer)
-            elif call == "eval_batch":
-                model.eval_batch([X, Y], compute_loss=True)
-            elif call == "predict_batch":
-                model.predict_batch(X)
-            elif call in ("train", "eval"):
-                getattr(draw.choice([model, pipe]), call)()
+            if call in batches:
+                batches[call]()
             else:
-                getattr(norms[number], call.removeprefix("norm."))()
+                part = norms[number] if "." in call else draw.choice([model, pipe])
+                getattr(part, call.removeprefix("norm."))()
             plain.call(call, number)
-            assert state(norms) == state(plain.norms), calls
+            states = ([bits(norm.state_dict()) for norm in part] for part in (norms, plain.norms))
+            assert next(states) == next(states), calls

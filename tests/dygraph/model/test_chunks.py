@@ -25,6 +25,7 @@ from tests.pipelines import (
     model_in_job,
     pipeline,
     sgd,
+    strategy,
 )
 
 
@@ -59,14 +60,10 @@ def test_layers_stand_where_the_schedule_wants_them(
         assert model.layers.get_num_virtual_stages() == model.schedule.placement.chunks
 
 
-def test_fleets_1f1b_with_chunks_is_interleaved() -> None:
-    with job(2):
-        assert pipeline(num_virtual_pipeline_stages=2).schedule.name == "Interleaved1F1B"
-
-
 @pytest.mark.parametrize("method", ["uniform", "balanced", "layer:Linear", [0, 2, 4, 6]])
 def test_every_way_to_cut_makes_chunks(method: Any) -> None:
     with model_in_job(2, num_virtual_pipeline_stages=2, seg_method=method) as model:
+        assert model.schedule.name == "Interleaved1F1B"
         assert len(model.layers.segment_parts) == 5
         model.train_batch(batch(), sgd(model))
 
@@ -78,112 +75,82 @@ def test_use_dualpipev_means_the_schedule() -> None:
         with model_in_job(2, **options) as model:
             assert model.schedule.name == "DualPipeV"
             assert model.layers.placement.name == "vee"
-    with job(2, 4, "ZBV"), pytest.raises(ConfigError, match="use_dualpipev"):
-        pipeline(use_dualpipev=True)
-    with job(2), pytest.raises(ConfigError, match="use_dualpipev"):
-        pipeline(use_dualpipev=True, num_virtual_pipeline_stages=3)
 
 
-def test_names_depend_on_nothing_and_state_loads_across_all() -> None:
-    layers = mlp_layers(blocks=4)
-    with model_in_job(1, layers=layers) as whole:
-        for parameter in whole.parameters():
-            parameter.set_value(paddle.randn(parameter.shape))
-        expected = bits(whole.layers.state_dict())
-    assert "2.weight" in expected
-    others = [(2, "ZBV", None), (4, "ZBV", None), (2, "VPP", 3), (3, "ZBH1", 2)]
-    for ranks, schedule, chunks in others:
-        with job(ranks, 4, schedule):
-            other = pipeline(layers, num_virtual_pipeline_stages=chunks)
-            assert list(other.layers.state_dict()) == list(expected)
-            assert bits(other.layers.state_dict()) != expected
-            other.layers.load_from(whole.layers)
-            assert bits(other.layers.full_state_dict()) == expected
-            other.layers.set_state_dict(whole.layers.state_dict())
-            assert bits(other.layers.state_dict()) == expected
-
-
-def test_chunks_are_there_to_look_at() -> None:
-    with job(2):
-        assert pipeline().layers.get_model_chunks() is None
-    with job(2, 4, "ZBV"):
-        model = pipeline().layers
+def test_chunks_are_there_to_look_at_and_to_call() -> None:
+    with model_in_job(2) as wrapped:
+        assert wrapped.layers.get_model_chunks() is None
+        with pytest.raises(ConfigError, match="one chunk"):
+            wrapped.layers(batch()[0], chunk_id=0)
+    with model_in_job(2, 4, "ZBV") as wrapped:
+        model = wrapped.layers
         chunks = model.get_model_chunks()
         # One process plays both ranks, so it has all four.
-        assert [len(chunk) for chunk in chunks] == [1, 2, 2, 2]
+        assert (model._start_poss, model._end_poss) == ([0, 1, 3, 5], [1, 3, 5, 7])
+        assert [len(chunk.get_run_function()) for chunk in chunks] == [1, 2, 2, 2]
         assert [name for chunk in chunks for name in chunk.state_dict()] == list(model.state_dict())
         assert list(chunks[1]) == chunks[1].run_function
-        with pytest.raises(PermissionError, match="chunk_id"):
-            chunks[0](batch()[0])
-
-
-def test_a_chunk_is_called_by_its_number() -> None:
-    with job(2, 4, "ZBV"):
-        model = pipeline().layers
+        rows = [row.split()[:2] for row in model.stage_table().splitlines()[2:6]]
+        assert rows == [["0", "0"], ["1", "1"], ["2", "1"], ["3", "0"]]
         value, _ = batch()
-        expected = model(value)
+        expected = model(value).numpy().tobytes()
+        middle = model.forward_function(0, 3)(value)
+        assert model.forward_function(3, 7)(middle).numpy().tobytes() == expected
+        assert model.forward_function(0, 0)(1, 2) == (1, 2)
+        with pytest.raises(PermissionError, match="chunk_id"):
+            chunks[0](value)
         for chunk in range(4):
             value = model(value, chunk_id=chunk)
-        assert value.numpy().tobytes() == expected.numpy().tobytes()
-        with pytest.raises(ConfigError, match="no chunk 4"):
-            model(value, chunk_id=4)
-    with job(2), pytest.raises(ConfigError, match="one chunk"):
-        pipeline().layers(batch()[0], chunk_id=0)
+        assert value.numpy().tobytes() == expected
+        for number in (1, None):
+            model.update_run_function(number)
+            assert model.run_function == chunks[1].run_function
+        for refused in (lambda: model(value, chunk_id=4), lambda: model.update_run_function(4)):
+            with pytest.raises(ConfigError, match="no chunk 4"):
+                refused()
+        for nodes in (model.get_schedule_chunk, model.build_schedule_nodes):
+            with pytest.raises(ConfigError, match="schedule_mode"):
+                nodes(0, 1)
 
 
-def test_the_table_of_stages_tells_the_ranks_of_a_vee() -> None:
-    with job(2, 4, "ZBV"):
-        rows = pipeline().layers.stage_table().splitlines()[2:6]
-    assert [row.split()[:2] for row in rows] == [["0", "0"], ["1", "1"], ["2", "1"], ["3", "0"]]
+CHUNKS, DUALPIPEV = "num_virtual_pipeline_stages", {"use_dualpipev": True}
 
 
-@pytest.mark.parametrize("schedule", ["ZBV", "VHalf", "VMin", "DualPipeV"])
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_a_vee_has_two_chunks(schedule: str, chunks: int) -> None:
-    with job(2, 4, schedule), pytest.raises(ConfigError) as caught:
-        pipeline(num_virtual_pipeline_stages=chunks)
-    assert f"num_virtual_pipeline_stages={chunks}" in str(caught.value)
-    assert "chunks=2" in str(caught.value)
-
-
-@pytest.mark.parametrize("chunks", [0, -1, 1.5, True])
-def test_a_number_of_chunks_is_a_whole_number(chunks: Any) -> None:
-    with job(2), pytest.raises(ConfigError, match="chunks"):
-        pipeline(num_virtual_pipeline_stages=chunks)
-
-
-def test_a_schedule_of_one_chunk_refuses_more() -> None:
-    with job(2, 4, "ZBH2"), pytest.raises(ConfigError, match="ZBH2"):
-        pipeline(num_virtual_pipeline_stages=2)
-
-
-def test_more_stages_than_layers_are_refused() -> None:
-    with job(4, 4, "ZBV"), pytest.raises(PartitionError):
-        pipeline(mlp_layers(blocks=3))
+@pytest.mark.parametrize(
+    ("ranks", "schedule", "options", "error", "words"),
+    [
+        (2, "ZBV", {CHUNKS: 1}, ConfigError, rf"(?=(.|\n)*{CHUNKS}=1)(.|\n)*chunks=2"),
+        (2, "DualPipeV", {CHUNKS: 3}, ConfigError, rf"(?=(.|\n)*{CHUNKS}=3)(.|\n)*chunks=2"),
+        *((2, "1F1B", {CHUNKS: number}, ConfigError, "chunks") for number in (0, -1, 1.5, True)),
+        (2, "ZBH2", {CHUNKS: 2}, ConfigError, "ZBH2"),
+        (2, "ZBV", DUALPIPEV, ConfigError, "use_dualpipev"),
+        (2, "1F1B", {**DUALPIPEV, CHUNKS: 3}, ConfigError, "use_dualpipev"),
+        (2, "ZBV", {"memory_cap": 1}, ScheduleError, "cap"),
+        (4, "ZBV", {}, PartitionError, r"7 layers(.|\n)*8 stages"),
+    ],
+)
+def test_chunks_that_cannot_be_are_refused(
+    ranks: int, schedule: str, options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words), model_in_job(ranks, 4, schedule, **options):
+        pass
 
 
 def test_a_schedule_that_needs_another_placement_is_refused() -> None:
     with job(2, 4, "ZBV"):
         topology = fleet.get_hybrid_communicate_group().topology()
         layers = PipelineLayer(mlp_layers(), topology=topology, loss_fn=nn.CrossEntropyLoss())
-        strategy = fleet.DistributedStrategy()
-        strategy.hybrid_configs = {"dp_degree": 1, "mp_degree": 1, "pp_degree": 2}
-        strategy.pipeline_configs = {"accumulate_steps": 4, "schedule_mode": "1F1B"}
-        fleet.init(is_collective=True, strategy=strategy)
+        fleet.init(is_collective=True, strategy=strategy(pp=2))
         with pytest.raises(ConfigError, match="placed") as caught:
             fleet.distributed_model(layers)
     assert "a vee of 2 ranks with 2 chunks" in str(caught.value)
 
 
-def test_without_a_job_chunks_make_a_loop() -> None:
+def test_without_a_job_chunks_make_a_loop_and_the_topology_is_of_data_and_pipe() -> None:
     fleet.shutdown()
     model = PipelineLayer(mlp_layers(), num_stages=2, num_virtual_pipeline_stages=2)
     assert (model.placement.name, model.placement.stages) == ("loop", 4)
-
-
-def test_a_schedule_that_exceeds_the_memory_cap_is_refused() -> None:
-    with job(2, 4, "ZBV", memory_cap=1), pytest.raises(ScheduleError, match="cap"):
-        pipeline()
+    assert [model._topo.get_dim(axis) for axis in ("pipe", "data")] == [2, 1]
 
 
 class Marks(paddle.autograd.PyLayer):
@@ -271,18 +238,9 @@ def trained_loss(ranks: int, **options: Any) -> list[dict[str, bytes]]:
         return states
 
 
-@pytest.mark.parametrize("options", [{}, {"dp": 2}])
-def test_each_rank_has_the_state_of_a_trained_loss(on_ranks: Any, options: dict[str, int]) -> None:
-    alone = trained_loss(2)
-    assert alone[0] != alone[2]
-    ranks = 2 * options.get("dp", 1)
-    assert on_ranks(partial(trained_loss, 2, **options), ranks) == [alone] * ranks
-
-
-def measured(ranks: int) -> Any:
+def measured() -> Any:
     """Shapes, a norm, and the loss of a batch after an initialization over all parameters."""
-    with job(ranks, 2):
-        model = pipeline()
+    with model_in_job(2, 2) as model:
         pipe = model.layers
         largest = pipe.whole_parameters(lambda parameter: float(parameter.abs().max()))
         shapes = pipe.whole_parameters()
@@ -293,22 +251,14 @@ def measured(ranks: int) -> Any:
         return [*shapes.items()], max(largest.values()), loss.numpy().tobytes()
 
 
-def test_what_is_computed_over_all_parameters_is_alike_on_any_ranks(on_ranks: Any) -> None:
-    alone = measured(2)
-    assert [name for name, _ in alone[0]][:2] == ["0.weight", "0.bias"]
-    assert alone[0][0][1] == [FEATURES, 8]
-    assert on_ranks(partial(measured, 2), 2) == [alone] * 2
-
-
 def in_two_pipelines(seg_method: list[int], trains: bool) -> str:
     """What is said of built layers that stand alone, and behind others, on two ranks."""
     body = [nn.Linear(8, 8), nn.Linear(8, 8)]
-    for layer in body:
-        for parameter in layer.parameters():
-            parameter.stop_gradient = not trains
-    with job(2, 2):
-        # The wrapper is needed while the other is made.
-        first = pipeline([LayerDesc(nn.Linear, 8, 8), *body], seg_method=seg_method)
+    for parameter in (p for layer in body for p in layer.parameters()):
+        parameter.stop_gradient = not trains
+    # The wrapper is needed while the other is made.
+    layers = [LayerDesc(nn.Linear, 8, 8), *body]
+    with model_in_job(2, 2, layers=layers, seg_method=seg_method) as first:
         try:
             pipeline([*body, LayerDesc(nn.Linear, 8, CLASSES)], seg_method=[0, 1])
         except ConfigError as error:
@@ -316,12 +266,25 @@ def in_two_pipelines(seg_method: list[int], trains: bool) -> str:
         return f"as {type(first).__name__}"
 
 
-def test_built_layers_of_two_pipelines_are_on_the_same_ranks(on_ranks: Any) -> None:
+def program() -> list[Any]:
+    """What two ranks, or one process that plays them, have of these."""
+    pairs = (([0, 1], True), ([0, 2], True), ([0, 1], False))
+    return [trained_loss(2), measured(), *(in_two_pipelines(*pair) for pair in pairs)]
+
+
+def test_ranks_have_the_state_of_a_trained_loss_and_figures_of_all_parameters(
+    on_ranks: Any,
+) -> None:
+    losses, figures, *alone = program()
+    assert losses[0] != losses[2]
+    assert [name for name, _ in figures[0]][:2] == ["0.weight", "0.bias"]
+    assert figures[0][0][1] == [FEATURES, 8]
+    # Two pipelines may have one built layer on the same rank, or untrained.
+    taken = "as PipelineParallel"
     refused = "a built layer stands in two pipelines, which have it on different ranks"
-    assert on_ranks(partial(in_two_pipelines, [0, 1], True), 2) == [refused] * 2
-    for right in (([0, 2], True), ([0, 1], False)):
-        assert on_ranks(partial(in_two_pipelines, *right), 2) == ["as PipelineParallel"] * 2
-    assert in_two_pipelines([0, 1], True) == "as PipelineParallel"
+    assert alone == [taken] * 3
+    assert on_ranks(program, 2) == [[losses, figures, refused, taken, taken]] * 2
+    assert on_ranks(partial(trained_loss, 2, dp=2), 4) == [losses] * 4
 
 
 class Normed(nn.Layer):
@@ -335,13 +298,14 @@ class Normed(nn.Layer):
         return self.inner(x)
 
 
-@pytest.mark.parametrize("save", ["full_state_dict", "copy_to"])
-def test_the_whole_state_names_what_was_taken_out_of_a_layer(save: str) -> None:
+def test_the_whole_state_names_what_was_taken_out_of_a_layer() -> None:
     with model_in_job(2, 2, layers=[LayerDesc(Normed), *mlp_layers()]) as model:
+        pipe = model.layers
         before = model.predict_batch(batch(2)[0])
-        single = model.layers.single_model()
-        (normed,) = (part for part in model.layers.sublayers() if isinstance(part, Normed))
+        single = pipe.single_model()
+        (normed,) = (part for part in pipe.sublayers() if isinstance(part, Normed))
         nn.utils.remove_weight_norm(normed.inner)
         assert np.allclose(before, model.predict_batch(batch(2)[0]), atol=1e-6)
-        with pytest.raises(CheckpointError, match=r"0\.inner\.weight_v, 0\.inner\.weight_g"):
-            getattr(model.layers, save)(*([single] if save == "copy_to" else []))
+        for save in (pipe.full_state_dict, lambda: pipe.copy_to(single)):
+            with pytest.raises(CheckpointError, match=r"0\.inner\.weight_v, 0\.inner\.weight_g"):
+                save()

@@ -7,6 +7,7 @@ import functools
 import threading
 from collections import deque
 from collections.abc import Callable
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +32,8 @@ from tests.pipelines import (
 
 functional = nn.functional
 KEPT: Any = None
-WAYS = [("1F1B", {}), ("ZBH1", {}), ("Interleaved1F1B", {}), ("1F1B", {"recompute_interval": 1})]
+RECOMPUTE = {"recompute_interval": 1, "recompute_ctx": {}}
+WAYS = [("1F1B", {}), ("ZBH1", {}), ("Interleaved1F1B", {}), ("1F1B", RECOMPUTE)]
 
 
 class Uses(nn.Layer):
@@ -51,12 +53,12 @@ def with_weight(weight: Any, x: Any) -> Any:
 
 def hidden_references(first: Any, last: Any) -> dict[str, Callable[[], Any]]:
     """Functions that use a weight of a layer that stands at the other end of the list."""
+    holder, queue, board = [first], deque([first]), SimpleNamespace(layer=first)
+    cached = functools.cache(lambda: first)
 
     def by_default(x: Any, weight: Any = first.weight) -> Any:
         return with_weight(weight, x)
 
-    holder, queue, board = [first], deque([first]), SimpleNamespace(layer=first)
-    cached = functools.cache(lambda: first)
     return {
         "closure": lambda: lambda x: with_weight(first.weight, x),
         "partial": lambda: functools.partial(with_weight, first.weight),
@@ -66,82 +68,66 @@ def hidden_references(first: Any, last: Any) -> dict[str, Callable[[], Any]]:
         "queue": lambda: lambda x: queue[0](x) * 1.0,
         "namespace": lambda: lambda x: board.layer(x) * 1.0,
         "cache": lambda: lambda x: cached()(x) * 1.0,
+        "forwards": lambda: lambda x: with_weight(last.weight, x),
     }
 
 
-@pytest.mark.parametrize(("schedule", "options"), WAYS)
-@pytest.mark.parametrize("kind", [*hidden_references(nn.Linear(1, 1), None), "loss", "forwards"])
+@pytest.mark.parametrize(
+    ("kind", "schedule", "options"),
+    [
+        *((kind, *WAYS[0]) for kind in hidden_references(nn.Linear(1, 1), None)),
+        *((kind, *way) for way in WAYS[1:] for kind in ("partial of a layer", "forwards", "loss")),
+        ("loss", *WAYS[0]),
+    ],
+)
 def test_a_weight_of_another_rank_is_refused_before_the_step(
     kind: str, schedule: str, options: dict[str, Any]
 ) -> None:
-    first, last = nn.Linear(6, 6), nn.Linear(6, 6)
-    layers: list[Any] = [first, *(nn.Linear(6, 6) for _ in range(3)), last]
+    layers: list[Any] = [nn.Linear(6, 6) for _ in range(5)]
+    first, last = layers[0], layers[-1]
     loss_fn: Any = nn.CrossEntropyLoss()
     if kind == "loss":
-        loss_fn = lambda output, label: (  # noqa: E731
-            functional.cross_entropy(output, label) + 0.1 * (first.weight**2).sum()
-        )
-    elif kind == "forwards":
-        layers.insert(0, lambda x: with_weight(last.weight, x))
+        loss_fn = lambda output, label: (first.weight**2).sum() + (output - label).mean()  # noqa: E731
     else:
-        layers.insert(4, hidden_references(first, last)[kind]())
-    ctx = {"recompute_ctx": {}} if options else {}
-    with job(2, 4, schedule):
-        model = pipeline(layers, loss_fn=loss_fn, **options, **ctx)
+        layers.insert(0 if kind == "forwards" else 4, hidden_references(first, last)[kind]())
+    with model_in_job(2, 4, schedule, layers=layers, loss_fn=loss_fn, **options) as model:
         before = bits(model.layers.state_dict())
         with pytest.raises(ConfigError, match=r"[05]\.weight on rank [01](.|\n)*SharedLayerDesc"):
             model.train_batch(batch(), sgd(model))
         assert bits(model.layers.state_dict()) == before
 
 
-def told_of_a_later_use(way: str) -> str:
-    """What a rank, or one process, is told of a later use of another's weight without gradient."""
-    with job(2):
-        first = nn.Linear(6, 4)
-        uses: list[bool] = []
+def later_uses() -> list[str]:
+    """What a rank, or one process, is told of later uses of another's weight without gradient."""
+    texts = []
+    for evaluates in (False, True):
+        first, uses = nn.Linear(6, 4), []
 
-        def late(x: Any) -> Any:
+        def late(x: Any, first: Any = first, uses: list[bool] = uses) -> Any:
             return x + first.bias.detach() if uses else x
 
-        model = pipeline([first, functional.tanh, nn.Linear(4, 4), late])
-        optimizer = sgd(model)
-        model.train_batch(batch(), optimizer)
-        uses.append(True)
-        evaluate = functools.partial(model.eval_batch, compute_loss=True)
-        run = evaluate if way == "evaluation" else model.forward_backward_pipeline
-        with pytest.raises(FleetPipeError) as refusal:
-            run(batch())
-        assert first.bias.shape == first(paddle.ones([6])).shape
-        return str(refusal.value)
+        layers = [first, functional.tanh, nn.Linear(4, 4), late]
+        with mlp_and_sgd(2, layers=layers) as (model, optimizer):
+            model.train_batch(batch(), optimizer)
+            uses.append(True)
+            evaluate = functools.partial(model.eval_batch, compute_loss=True)
+            with pytest.raises(FleetPipeError) as refusal:
+                (evaluate if evaluates else model.forward_backward_pipeline)(batch())
+            assert first.bias.shape == first(paddle.ones([6])).shape
+            texts.append(str(refusal.value))
+    return texts
 
 
-@pytest.mark.parametrize("way", ["training", "evaluation"])
-def test_a_weight_of_another_rank_is_out_of_reach_in_all_batches(on_ranks: Any, way: str) -> None:
-    for told in (*on_ranks(told_of_a_later_use, 2, way), told_of_a_later_use(way)):
-        assert "stages use parameters that are of no layer of theirs" in told
+def test_a_weight_of_another_rank_is_out_of_reach_in_all_batches(on_ranks: Any) -> None:
+    for text in chain(later_uses(), *on_ranks(later_uses, 2)):
+        assert "stages use parameters that are of no layer of theirs" in text
 
 
 def test_a_layer_in_the_arguments_of_two_descriptions_is_refused() -> None:
     part = nn.Linear(6, 6)
-    layers = [LayerDesc(Uses, part), LayerDesc(Uses, part), LayerDesc(nn.Linear, 6, 4)]
+    layers = [LayerDesc(Uses, part), LayerDesc(nn.Linear, 6, 6), LayerDesc(Uses, part)]
     with job(2), pytest.raises(ConfigError, match="have the same parameter"):
-        PipelineLayer([layers[0], layers[2], layers[1]], num_stages=2)
-
-
-def test_what_no_other_rank_needs_is_used_as_ever() -> None:
-    part, teacher = nn.Linear(6, 6), nn.Linear(4, 4)
-
-    def loss_fn(output: Any, label: Any) -> Any:
-        return functional.cross_entropy(teacher(output), label)
-
-    def of(first: Any) -> list[Any]:
-        return [nn.Linear(6, 6), first, nn.Linear(6, 4)]
-
-    paddle.seed(0)
-    ends = of(None)
-    layers = [ends[0], lambda x: part(x) * 2.0, ends[2]]
-    results = [train(copy.deepcopy(layers), pp, loss_fn=loss_fn) for pp in (1, 2)]
-    assert results[0] == results[1]
+        PipelineLayer(layers, num_stages=2)
 
 
 class Keeps(nn.Layer):
@@ -210,36 +196,35 @@ def test_a_value_that_goes_around_the_stages_is_refused(
             model.train_batch(batch(), sgd(model))
 
 
-def test_what_stages_keep_for_the_script_alone_is_theirs() -> None:
-    seen: dict[str, Any] = {}
-
-    def layers() -> list[Any]:
-        return [
-            Keeps(lambda mask: seen.update(first=mask)),
-            nn.Linear(6, 6),
-            Keeps(lambda mask: seen.update(second=mask, count=seen.get("count", 0) + 1)),
-            nn.Linear(6, 4),
-        ]
-
-    results = []
-    for pp in (1, 2):
-        paddle.seed(1)
-        results.append(train(layers(), pp))
-        assert {*seen} == {"first", "second", "count"}
-        assert all(isinstance(seen[name], paddle.Tensor) for name in ("first", "second"))
-    assert results[0] == results[1]
-
-
-def test_what_a_cached_function_returns_is_each_ranks_to_compute() -> None:
+def test_what_no_other_rank_needs_is_used_as_ever() -> None:
+    """Layers beside the list, what a function caches, and what the script alone looks at."""
+    part, teacher, seen = nn.Linear(6, 6), nn.Linear(4, 4), dict[str, Any]()
     masks = functools.cache(lambda width: paddle.arange(width, dtype="float32"))
 
     def masked(x: Any) -> Any:
         return x * masks(x.shape[-1])
 
-    paddle.seed(0)
-    layers = [nn.Linear(6, 6), masked, nn.Linear(6, 6), masked, nn.Linear(6, 4)]
-    one, two = (train(copy.deepcopy(layers), pp) for pp in (1, 2))
-    assert one == two
+    def second(mask: Any) -> None:
+        seen.update(second=mask, count=seen.get("count", 0) + 1)
+
+    ends = nn.Linear(6, 6), nn.Linear(6, 4)
+    for middle in (
+        [lambda x: part(x) * 2.0],
+        [masked, nn.Linear(6, 6), masked],
+        [Keeps(lambda mask: seen.update(first=mask)), nn.Linear(6, 6), Keeps(second)],
+    ):
+        seen.clear()
+        one, two = (
+            train(
+                copy.deepcopy([ends[0], *middle, ends[1]]),
+                pp,
+                loss_fn=lambda output, label: functional.cross_entropy(teacher(output), label),
+            )
+            for pp in (1, 2)
+        )
+        assert one == two
+    assert {*seen} == {"first", "second", "count"}
+    assert all(isinstance(seen[name], paddle.Tensor) for name in ("first", "second"))
 
 
 class Halved(PipelineLayer):
@@ -360,15 +345,12 @@ def test_a_copy_of_a_wrapped_model_is_one_of_its_own() -> None:
         other = copy.deepcopy(model)
         before = bits(other.layers.full_state_dict())
         assert before == bits(model.layers.full_state_dict())
-        loss = other.eval_batch(batch(), compute_loss=True).numpy().tobytes()
-        assert loss == model.eval_batch(batch(), compute_loss=True).numpy().tobytes()
-        theirs = sgd(other)
-        for seed in (1, 2):
-            first = model.train_batch(batch(seed=seed), optimizer)
-            assert bits(other.layers.full_state_dict()) == before or seed == 2
-            second = other.train_batch(batch(seed=seed), theirs)
-            assert first.numpy().tobytes() == second.numpy().tobytes()
-            before = {}
+        losses = [model.train_batch(batch(seed=seed), optimizer) for seed in (1, 2)]
+        assert bits(other.layers.full_state_dict()) == before
+        copied = sgd(other)
+        for seed, loss in zip((1, 2), losses):
+            again = other.train_batch(batch(seed=seed), copied)
+            assert again.numpy().tobytes() == loss.numpy().tobytes()
 
 
 class Counted(nn.Layer):

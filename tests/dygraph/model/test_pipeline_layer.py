@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,11 @@ import pytest
 from paddle import nn
 
 from fleetpipe import fleet, log, parity
-from fleetpipe.errors import ConfigError, PartitionError, StateError
+from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.fleet import meta_parallel
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
 from fleetpipe.job.job import current_job
+from tests.dygraph import models
 from tests.pipelines import batch, bits, job, mlp_layers, model_in_job, pipeline, sgd
 
 NEWER = hasattr(meta_parallel, "LayerSpec")
@@ -44,42 +44,6 @@ def test_the_attributes_that_users_read() -> None:
     assert layers.layers == entries
     assert layers.get_num_virtual_stages() == 1
     assert [layers.get_stage_from_index(i) for i in range(7)] == [0, 0, 0, 1, 1, 1, 1]
-
-
-def test_the_attributes_of_chunks() -> None:
-    with job(2, 4, "ZBV"):
-        layers = pipeline().layers
-    assert (layers._start_poss, layers._end_poss) == ([0, 1, 3, 5], [1, 3, 5, 7])
-    assert layers.get_model_chunks() is layers._model_chunks
-    assert [len(chunk.get_run_function()) for chunk in layers._model_chunks] == [1, 2, 2, 2]
-
-
-def test_a_part_of_the_run_functions() -> None:
-    with job(2, 4, "ZBV"):
-        layers = pipeline().layers
-        value, _ = batch()
-        expected = layers(value).numpy().tobytes()
-        middle = layers.forward_function(0, 3)(value)
-        assert layers.forward_function(3, 7)(middle).numpy().tobytes() == expected
-        layers.update_run_function(1)
-        assert layers.run_function == layers._model_chunks[1].run_function
-        layers.update_run_function(None)
-        assert len(layers.run_function) == 2
-        with pytest.raises(ConfigError, match="no chunk 4"):
-            layers.update_run_function(4)
-        two = layers.forward_function(0, 0)
-        assert two(1, 2) == (1, 2)
-        with pytest.raises(ConfigError, match="schedule_mode"):
-            layers.get_schedule_chunk(0)
-        with pytest.raises(ConfigError, match="schedule_mode"):
-            layers.build_schedule_nodes(0, 1)
-
-
-def test_without_a_job_the_topology_is_of_data_and_pipe() -> None:
-    fleet.shutdown()
-    layers = PipelineLayer(mlp_layers(), num_stages=2)
-    assert layers._topo.get_dim("pipe") == 2
-    assert layers._topo.get_dim("data") == 1
 
 
 def test_a_model_of_one_stage_stands_in_any_job_and_cannot_be_wrapped() -> None:
@@ -134,11 +98,8 @@ class Renaming(PipelineLayer):
             yield f"model.{name}", parameter
 
 
-def test_a_pipeline_is_copied_and_not_pickled() -> None:
+def test_a_pipeline_is_not_pickled() -> None:
     with model_in_job(2) as model:
-        copied = copy.deepcopy(model.layers)
-        model.train_batch(batch(), sgd(model))
-        assert bits(copied.state_dict()) != bits(model.layers.state_dict())
         for wrapped in (model, model.layers):
             with pytest.raises(StateError, match="a pipeline is not pickled"):
                 pickle.dumps(wrapped)
@@ -174,26 +135,12 @@ def test_a_subclass_may_give_its_parameters_other_names(tmp_path: Path) -> None:
     assert all(state == states[0] for state in states)
 
 
-def test_a_built_layer_keeps_its_values_and_a_description_builds_when_asked() -> None:
-    built: list[int] = []
-
-    class Counted(nn.Linear):
-        def __init__(self, *sizes: int) -> None:
-            built.append(1)
-            super().__init__(*sizes)
-
-    description = LayerDesc(Counted, 8, 4)
-    assert built == []
-    assert repr(description) == "Counted(8, 4)"
-    with pytest.raises(TypeError):
-        LayerDesc(lambda x: x)
+def test_a_built_layer_keeps_its_values() -> None:
     layer = nn.Linear(6, 8)
     before = layer.weight.numpy().tobytes()
-    with job(2):
-        first, second = pipeline([layer, description]).layers.run_function
-    assert first is layer
+    with model_in_job(2, layers=[layer, LayerDesc(nn.Linear, 8, 4)]) as model:
+        assert model.layers.run_function[0] is layer
     assert layer.weight.numpy().tobytes() == before
-    assert isinstance(second, Counted)
 
 
 def test_each_layer_gets_one_argument_unchanged() -> None:
@@ -221,13 +168,6 @@ def test_each_layer_gets_one_argument_unchanged() -> None:
         for (value,) in seen:
             assert [type(part) for part in value[1:]] == [tuple, list]
     assert results[0] == results[1]
-
-
-def test_fewer_layers_than_stages_are_refused_with_both_numbers() -> None:
-    with job(4), pytest.raises(PartitionError) as caught:
-        pipeline([LayerDesc(nn.Linear, 6, 6), LayerDesc(nn.Linear, 6, 4)])
-    assert "4" in str(caught.value)
-    assert "2" in str(caught.value)
 
 
 @pytest.mark.parametrize(("rank", "told"), [(0, 0), (1, 1)])
@@ -318,12 +258,12 @@ def test_weights_depend_on_the_place_in_the_list_alone() -> None:
     found: list[Any] = []
     for ranks, seed in ((1, 1), (3, 2)):
         paddle.seed(seed)
-        with job(ranks):
-            layers = pipeline().layers
-            found.append({n: t.numpy().tobytes() for n, t in layers.state_dict().items()})
+        with model_in_job(ranks) as model, job(ranks):
+            tied = pipeline(models.layers(), loss_fn=models.loss).layers
+            found.append([bits(layers.state_dict()) for layers in (model.layers, tied)])
     assert found[0] == found[1]
     paddle.seed(1234 + 2)
-    assert nn.Linear(8, 8).weight.numpy().tobytes() == found[0]["2.weight"]
+    assert nn.Linear(8, 8).weight.numpy().tobytes() == found[0][0]["2.weight"]
 
 
 def test_a_description_that_its_constructor_does_not_take_is_named() -> None:
