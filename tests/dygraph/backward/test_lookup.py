@@ -82,17 +82,6 @@ def test_rows_are_added_without_a_gradient_of_the_table(monkeypatch: Patch) -> N
     assert shapes == [WORDS, few, few]
 
 
-def test_a_hook_sees_every_gradient_of_the_table() -> None:
-    plain, steps = two()
-    seen: list[list[bytes]] = [[], []]
-    for layer, sees in zip((plain, steps.layer), seen):
-        layer.weight.register_hook(lambda grad, sees=sees: sees.append(grad.numpy().tobytes()))
-    batch(plain, steps, 5, 0)
-    assert seen[0] == seen[1]
-    assert len(seen[0]) == MICRO_BATCHES
-    assert grads_of(steps.layer) == grads_of(plain)
-
-
 def test_ids_that_are_written_into_before_w_count_as_they_were() -> None:
     plain, steps = two()
     for k in range(2):

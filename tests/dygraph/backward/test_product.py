@@ -81,17 +81,40 @@ def test_every_batch_has_the_bits_of_autograd(
                 parameter.clear_gradient(cleared == "zeroed")
 
 
-@pytest.mark.parametrize("shape", [[1], [1, 16]])
-def test_a_bias_of_another_shape_is_left_to_autograd(shape: list[int]) -> None:
+def changed(change: Callable[[Any], object]) -> Callable[[], Any]:
     def make() -> Any:
         layer = nn.Linear(16, 16)
-        layer.bias = layer.create_parameter(shape, is_bias=True)
+        change(layer)
         return layer
 
-    plain, steps = two(make)
-    batch(plain, steps, (8, 16), 0)
-    assert steps.layer.bias.grad.shape == shape
-    assert grads_of(plain) == grads_of(steps.layer)
+    return make
+
+
+def with_bias(*shape: int) -> Callable[[], Any]:
+    def change(layer: Any) -> None:
+        layer.bias = layer.create_parameter(shape, is_bias=True)
+
+    return changed(change)
+
+
+#: Linears that are no two products, or have other parameters than two that are trained.
+OTHERS: dict[str, Callable[[], Any]] = {
+    "a bias of one": with_bias(1),
+    "a bias of a row": with_bias(1, 16),
+    "a frozen weight": changed(lambda layer: setattr(layer.weight, "stop_gradient", True)),
+    "a frozen bias": changed(lambda layer: setattr(layer.bias, "stop_gradient", True)),
+    "a parameter beside": changed(
+        lambda layer: setattr(layer, "more", layer.create_parameter([16]))
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_linears_have_the_bits_of_autograd(kind: str) -> None:
+    plain, steps = two(OTHERS[kind])
+    for number in range(2):
+        batch(plain, steps, (8, 16), 10 * number)
+    assert grads_of(steps.layer) == grads_of(plain)
 
 
 def test_small_weights_are_tried_until_no_chance_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,48 +209,6 @@ def test_what_runs_behind_a_gradient_runs_for_each() -> None:
     assert grads_of(steps.layer) == grads_of(plain)
 
 
-def test_a_frozen_part_gets_no_gradient() -> None:
-    for frozen in ("weight", "bias"):
-
-        def make(frozen: str = frozen) -> Any:
-            layer = nn.Linear(8, 8)
-            getattr(layer, frozen).stop_gradient = True
-            return layer
-
-        plain, steps = two(make)
-        for number in range(2):
-            batch(plain, steps, (4, 8), 10 * number)
-        assert grads_of(steps.layer) == grads_of(plain)
-        assert getattr(steps.layer, frozen).grad is None
-
-
-class _WithMore(nn.Linear):  # type: ignore[misc]
-    """A Linear with a parameter that its forward does not use."""
-
-    def __init__(self) -> None:
-        super().__init__(16, 16)
-        self.more = self.create_parameter([16])
-
-
-def test_a_parameter_beside_weight_and_bias_gets_no_gradient() -> None:
-    plain, steps = two(_WithMore)
-    for number in range(2):
-        batch(plain, steps, (8, 16), 10 * number)
-    assert steps.layer.more.grad is None
-    assert grads_of(steps.layer) == grads_of(plain)
-
-
-def test_an_input_that_does_not_fit_fails_as_ever() -> None:
-    plain, steps = two(lambda: nn.Linear(16, 16))
-    batch(plain, steps, (8, 16), 0)
-    for forward in (plain, lambda x: steps.forward(0, x)):
-        with pytest.raises(ValueError, match="15"):
-            forward(numbers(8, 15, seed=0))
-    steps.split.end()
-    batch(plain, steps, (8, 16), 10)
-    assert grads_of(steps.layer) == grads_of(plain)
-
-
 def test_an_input_changed_before_w_is_refused() -> None:
     steps = Steps(nn.Linear(4, 4))
     x = numbers(3, 4).detach()
@@ -235,15 +216,6 @@ def test_an_input_changed_before_w_is_refused() -> None:
     x.scale_(2.0)
     with pytest.raises(RuntimeError, match="changed in place before W"):
         steps.weight_grads(0)
-
-
-def test_a_second_split_of_the_same_layer_adds_as_well() -> None:
-    plain, steps = two(lambda: nn.Linear(256, 256))
-    batch(plain, steps, (128, 256), 0)
-    again = Steps(steps.layer)
-    for number in range(1, 3):
-        batch(plain, again, (128, 256), 10 * number)
-    assert grads_of(steps.layer) == grads_of(plain)
 
 
 def test_not_every_length_of_a_batch_is_tried() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-import weakref
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,7 +19,6 @@ from tests.dygraph.models import MODELS, WIDTH, Attention, FeedForward, gradient
 from tests.pipelines import (
     CLASSES,
     FEATURES,
-    ROWS,
     Trained,
     adam,
     batch,
@@ -93,25 +91,6 @@ def test_bits_of_models_that_people_train(name: str, run: tuple[int, int, str]) 
     assert trained(model.layers(), 2, **case) == trained(model.layers(), 0, **case)
 
 
-class Recurrent(nn.Layer):
-    """Its own layer has a buffer that is nowhere on a CPU."""
-
-    def __init__(self, kind: Any) -> None:
-        super().__init__()
-        self.inner = kind(8, 8, num_layers=2, dropout=0.3)
-
-    def forward(self, x: Any) -> Any:
-        return self.inner(x.unsqueeze(1))[0].squeeze(1)
-
-
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.SimpleRNN])
-def test_bits_of_recurrent_layers(kind: Any) -> None:
-    layers = [LayerDesc(nn.Linear, FEATURES, 8), *[LayerDesc(Recurrent, kind) for _ in range(2)]]
-    layers.append(LayerDesc(nn.Linear, 8, CLASSES))
-    for run in ((2, 1, "1F1B"), (2, 1, "ZBH1")):
-        assert trained(layers, 1, run) == trained(layers, 0, run)
-
-
 class Mapping(nn.Layer):
     """Takes and gives a dict; one entry needs no gradient, one passes through unchanged."""
 
@@ -137,30 +116,8 @@ def to_loss(output: Any, label: Any) -> Any:
 
 @pytest.mark.parametrize(("run", "interval"), PAIRS)
 def test_dicts_tuples_and_values_without_gradient(run: tuple[int, int, str], interval: int) -> None:
-    layers = mapping_layers
-    if run[0] * run[1] > 1:
-        # Between stages a dict holds tensors only.
-        layers = lambda: [*mapping_layers()[:1], *(LayerDesc(Pair) for _ in range(4)), Pair.first]  # noqa: E731
-    plain = trained(layers(), 0, run, loss_fn=to_loss)
-    assert trained(layers(), interval, run, loss_fn=to_loss) == plain
-
-
-class Pair(nn.Layer):
-    """Takes and gives a tuple that ends with a mask without gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Any) -> Any:
-        if not isinstance(x, tuple):
-            x = (x, x * 2, (x > 0).astype("float32"))
-        y = self.up(x[0]) * x[2] + x[1] + self.up(x[1])
-        return y, x[1], (y.detach() > 0).astype("float32")
-
-    @staticmethod
-    def first(x: Any) -> Any:
-        return x[0] + x[1]
+    plain = trained(mapping_layers(), 0, run, loss_fn=to_loss)
+    assert trained(mapping_layers(), interval, run, loss_fn=to_loss) == plain
 
 
 class Sole(nn.Layer):
@@ -210,27 +167,6 @@ def tied_layers() -> list[Any]:
 def test_a_shared_layer_used_several_times(run: tuple[int, int, str], interval: int) -> None:
     plain = trained(tied_layers(), 0, run, loss_fn=to_loss)
     assert trained(tied_layers(), interval, run, loss_fn=to_loss) == plain
-
-
-class InPlace(nn.Layer):
-    """Writes into its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Linear(8, 8)
-
-    def forward(self, x: Any) -> Any:
-        return self.scale(nn.functional.relu_(x))
-
-
-def test_a_layer_that_writes_into_its_input() -> None:
-    def layers() -> list[Any]:
-        entries = [LayerDesc(nn.Linear, 8, 8), LayerDesc(InPlace)] * 2
-        return [LayerDesc(nn.Linear, FEATURES, 8), *entries, LayerDesc(nn.Linear, 8, CLASSES)]
-
-    for interval in (1, 2):
-        cut = {"seg_method": [0, 3, 6], "loss_fn": nn.CrossEntropyLoss()}
-        assert trained(layers(), interval, **cut) == trained(layers(), 0, **cut)
 
 
 class Drawing(nn.Layer):
@@ -397,41 +333,11 @@ def test_a_loss_that_reads_what_the_second_run_left_is_refused() -> None:
     assert paddle.is_grad_enabled()
 
 
-def test_activations_are_dropped_after_forward_and_come_back_once() -> None:
-    inner: list[weakref.ref[Any]] = []
-    # A list gets back what it held before a second run.
-    forwards: tuple[bool, ...] = ()
-
-    def note(*_: Any) -> None:
-        nonlocal forwards
-        forwards += (recompute.rerunning(),)
-
-    with job(1, 1):
-        model = PipelineLayer(
-            [nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8)],
-            num_stages=1,
-            recompute_interval=3,
-            recompute_ctx=CONTEXT,
-        )
-        for layer in list(model.sublayers())[-5:]:
-            layer.register_forward_post_hook(
-                lambda _layer, _inputs, output: inner.append(weakref.ref(output))
-            )
-            layer.register_forward_post_hook(note)
-        x = paddle.randn([ROWS, 8])
-        x.stop_gradient = False
-        output = model(x)
-        gc.collect()
-        assert [one() is not None for one in inner] == [False] * 4 + [True]
-        output.sum().backward()
-        assert forwards == (False,) * 5 + (True,) * 5
-
-
 def test_memory_of_a_stage() -> None:
     from fleetpipe.paddle_api.device import allocated_bytes
 
-    held = {}
-    for interval in (0, 4):
+    held: dict[int, list[int]] = {0: [], 4: []}
+    for interval in held:
         with job(1, 1):
             model = PipelineLayer(
                 [LayerDesc(nn.Linear, 64, 64) for _ in range(16)],
@@ -441,14 +347,15 @@ def test_memory_of_a_stage() -> None:
             )
             x = paddle.randn([512, 64])
             x.stop_gradient = False
-            model(x).sum().backward()
-            before = allocated_bytes()
-            output = model(x)
-            held[interval] = allocated_bytes() - before
-            output.sum().backward()
+            # In the first call it is not known whether layers differentiate in their forwards.
+            for _ in range(2):
+                before = allocated_bytes()
+                output = model(x)
+                held[interval].append(allocated_bytes() - before)
+                output.sum().backward()
     rows = 512 * 64 * 4
-    assert held[4] <= 5 * rows
-    assert held[0] >= 15 * rows
+    assert max(held[4]) <= 5 * rows
+    assert min(held[0]) >= 15 * rows
 
 
 def reruns() -> list[int]:

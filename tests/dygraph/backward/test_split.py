@@ -24,32 +24,21 @@ from tests.dygraph.models import (
     score,
     shaken,
 )
-from tests.pipelines import batch, job, mlp_layers, model_in_job, pipeline, sgd, train
+from tests.pipelines import batch, mlp_layers, model_in_job, train
 
 
-class Twice(nn.Layer):
+def thrice(x: Any, linear: Any) -> Any:
     """One layer called three times, with residuals around it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Any) -> Any:
-        y = x + paddle.tanh(self.linear(x))
-        y = y + self.linear(y)
-        return y - self.linear(y * 2)
+    y = x + paddle.tanh(linear(x))
+    y = y + linear(y)
+    return y - linear(y * 2)
 
 
-class Tied(nn.Layer):
+def tied() -> Any:
     """Two layers with one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: Any) -> Any:
-        return self.second(paddle.tanh(self.first(x)))
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    return nn.Sequential(first, nn.Tanh(), second)
 
 
 class Initialized(nn.Linear):
@@ -78,8 +67,16 @@ APART: dict[str, Case] = {
     "GRUCell": (lambda: nn.GRUCell(3, 4), (2, 3)),
     "MultiHeadAttention": (lambda: nn.MultiHeadAttention(8, 2), (2, 3, 8)),
     "Linear with another constructor": (Initialized, (3, 4)),
-    "called three times": (Twice, (3, 4)),
-    "tied weights": (Tied, (3, 4)),
+    "called three times": (lambda: Called(thrice, nn.Linear(4, 4)), (3, 4)),
+    "tied weights": (tied, (3, 4)),
+    "recomputed": (
+        lambda: Called(
+            lambda x, inner: recompute(inner, x),
+            nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)),
+        ),
+        (3, 4),
+    ),
+    "a large output": (lambda: nn.Conv1D(1, 2, 1), (2, 1, 2**17)),
 }
 
 #: Layers whose gradients Paddle gives together only.
@@ -185,46 +182,55 @@ def test_embedding_has_no_input_gradient_and_still_waits(sparse: bool) -> None:
     assert steps.gradients_in_w() == ["0.weight"]
 
 
-def test_inputs_without_gradient_need_none() -> None:
-    inputs = [numbers(3, 4, seed=k).detach() for k in range(3)]
-    expected, got, steps = fused_and_split(lambda: nn.Linear(4, 5), inputs)
+def frozen_in_part() -> Any:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for parameter in (layers[0].weight, *layers[1].parameters()):
+        parameter.stop_gradient = True
+    return layers
+
+
+#: Layers of which not everything gets a gradient, and the names of what gets one in W.
+IN_PART: dict[str, tuple[Callable[[], Any], list[str]]] = {
+    "the input gets none": (lambda: nn.Linear(4, 5), ["0.weight", "0.bias"]),
+    "frozen": (frozen_in_part, ["0.0.bias"]),
+    "unused": (
+        lambda: Called(lambda x, a, b: (a(x), b(x))[0], nn.Linear(4, 4), nn.Linear(4, 4)),
+        ["0.parts.0.weight", "0.parts.0.bias"],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", IN_PART)
+def test_what_gets_no_gradient_from_autograd_gets_none(kind: str) -> None:
+    make, in_w = IN_PART[kind]
+    inputs = [numbers(3, 4, seed=k) for k in range(3)]
+    for x in inputs:
+        x.stop_gradient = kind == "the input gets none"
+    expected, got, steps = fused_and_split(make, inputs)
     assert got == expected
-    assert steps.gradients_in_w() == ["0.weight", "0.bias"]
+    assert steps.gradients_in_w() == in_w
 
 
-def test_an_error_of_the_layer_itself_comes_through_and_nothing_stays_changed() -> None:
+def test_outside_of_a_stages_forward_layers_have_their_own() -> None:
     layer = nn.Linear(4, 4)
-    steps = Steps(layer)
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"(?i)dim|shape|mul"):
-            steps.forward(0, numbers(3, 5))
-    assert "forward" not in layer.__dict__
-
-
-def test_outside_of_forward_nothing_is_intercepted() -> None:
-    layer = nn.Linear(4, 4)
-    steps = Steps(layer)
+    plain, steps, x = layer.forward, Steps(layer), numbers(3, 4)
     inside = []
     handle = layer.register_forward_pre_hook(
         lambda layer, _: inside.append("forward" in layer.__dict__)
     )
-    steps.forward(0, numbers(3, 4))
-    layer(numbers(3, 4))
+    steps.forward(0, x)
+    layer(x)
     handle.remove()
     assert inside == [True, False]
     with steps.split.recording(0, 1), paddle.no_grad():
-        assert layer(numbers(3, 4)).stop_gradient
-    score(layer(numbers(3, 4))).backward()
-    assert layer.weight.grad is not None
-
-
-def test_a_forward_of_the_instances_own_is_kept() -> None:
-    layer = nn.Linear(4, 4)
-    plain = layer.forward
+        assert layer(x).stop_gradient
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"(?i)dim|shape|mul"):
+            steps.forward(0, numbers(3, 5))
+    assert "forward" not in layer.__dict__
     layer.forward = mine = lambda x: plain(x) * 2
-    x = numbers(3, 4)
     expected = layer(x).numpy().tobytes()
-    assert Steps(layer).forward(0, x).numpy().tobytes() == expected
+    assert steps.forward(0, x).numpy().tobytes() == expected
     assert layer.forward is mine
 
 
@@ -252,56 +258,6 @@ def test_hooks_of_parameters_run_once_for_each_micro_batch_in_w() -> None:
     assert ours.tobytes() == layer.weight.grad.numpy().tobytes()
 
 
-def test_frozen_parameters_get_nothing_and_a_frozen_layer_is_not_touched() -> None:
-    layer = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    layer[0].weight.stop_gradient = True
-    for parameter in layer[1].parameters():
-        parameter.stop_gradient = True
-    steps = Steps(layer)
-    x = numbers(3, 4)
-    steps.input_grads(0, score(steps.forward(0, x)))
-    steps.weight_grads(0)
-    assert [p.grad is None for p in layer.parameters()] == [True, False, True, True]
-    assert x.grad is not None
-    assert steps.gradients_in_w() == ["0.0.bias"]
-
-
-def test_a_parameter_that_no_gradient_reaches_keeps_none() -> None:
-    class Half(nn.Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Any) -> Any:
-            self.unused(x)
-            return self.used(x)
-
-    steps = Steps(Half())
-    steps.input_grads(0, score(steps.forward(0, numbers(3, 4))))
-    steps.weight_grads(0)
-    assert [p.grad is None for p in steps.layer.parameters()] == [False, False, True, True]
-
-
-def test_recomputed_layers_wait_as_well() -> None:
-    class Recomputed(nn.Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-
-        def forward(self, x: Any) -> Any:
-            return recompute(self.inner, x)
-
-    expected, got, steps = fused_and_split(Recomputed, [numbers(3, 4, seed=k) for k in range(3)])
-    assert got == expected
-    assert len(steps.gradients_in_w()) == 4
-
-
-def test_a_large_output_is_dropped_and_the_bits_stay() -> None:
-    inputs = [numbers(65536, 8, seed=k) for k in range(2)]
-    expected, got, _ = fused_and_split(lambda: nn.Linear(8, 8), inputs)
-    assert got == expected
-
-
 def test_an_output_with_a_hook_dies_without_the_garbage_collector() -> None:
     outputs: list[Any] = []
 
@@ -318,47 +274,6 @@ def test_an_output_with_a_hook_dies_without_the_garbage_collector() -> None:
         assert all(output() is None for output in outputs)
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize("schedule", ["1F1B", "FThenB", "Interleaved1F1B"])
-def test_schedules_with_a_full_backward_are_left_alone(schedule: str) -> None:
-    seen = []
-
-    class Looks(nn.Linear):
-        def forward(self, x: Any) -> Any:
-            seen.append("forward" in self.__dict__)
-            return super().forward(x)
-
-    with job(2, 4, schedule):
-        model = pipeline([LayerDesc(Looks, 6, 6) for _ in range(3)] + [LayerDesc(nn.Linear, 6, 4)])
-        model.train_batch(batch(), sgd(model))
-        assert seen
-        assert not any(seen)
-        assert model._runtime.stage.split.arrivals is None
-
-
-class Branch(nn.Linear):
-    """Hands on what it received beside what it computes."""
-
-    def forward(self, x: Any) -> Any:
-        return super().forward(x), x
-
-
-class Merge(nn.Linear):
-    """Takes both."""
-
-    def forward(self, both: Any) -> Any:
-        return super().forward(both[0]) * nn.functional.tanh(both[1])
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_skip_connection_across_a_border_has_the_bits_of_a_whole_backward(ranks: int) -> None:
-    layers = [
-        *(LayerDesc(nn.Linear, 6, 8), nn.functional.tanh, LayerDesc(Branch, 8, 8)),
-        *(lambda both: both, LayerDesc(Merge, 8, 8), nn.functional.tanh),
-        *(LayerDesc(nn.Linear, 8, 8), LayerDesc(nn.Linear, 8, 4)),
-    ]
-    assert train(layers, ranks, "ZBH1") == train(layers, 1)
 
 
 class Chosen(nn.Layer):
