@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import itertools
 import json
 import re
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 
 from fleetpipe.errors import ScheduleError
-from fleetpipe.schedules import Costs, Edge, Placement, Plan, Schedule, build, forward_only, render
+from fleetpipe.schedules import Costs, Edge, Placement, Plan, Schedule, build, render
 from fleetpipe.schedules.forms.terminal import summary
 from fleetpipe.schedules.forms.trace import Event, chrome_trace, events_of, write_trace
 from tests.schedules.sample_schedules import schedule_of
@@ -33,14 +31,6 @@ def test_the_text_form_is_exactly_this() -> None:
         "F0.0 F0.1 B0.0 B0.1\n"
         "F1.0 B1.0 F1.1 B1.1"
     )
-
-
-def test_a_vee_with_split_backward_and_a_fused_pair_is_kept() -> None:
-    schedule = schedule_of(
-        Placement("vee", 1, 2), 2, "F0.0 F1.0 (F0.1|B1.0) I0.0 W0.0 F1.1 B1.1 B0.1"
-    )
-    assert Schedule.parse(str(schedule)) == schedule
-    assert hash(Schedule.parse(str(schedule))) == hash(schedule)
 
 
 def test_options_are_one_word() -> None:
@@ -113,25 +103,19 @@ def test_a_plan_that_cannot_be_read_is_refused(text: str, message: str) -> None:
         Plan.parse(text + "\n-\n-" if "\n" not in text else text)
 
 
-def test_actions_are_as_long_as_they_take() -> None:
-    assert render(build("1F1B", ranks=2, micro_batches=2).simulate(), width=80) == (
-        "rank 0  F0 F1 .  .  B0--- .  B1---\n"
-        "rank 1  .  F0 B0--- F1 B1--- .  .\n"
-        "time 1 = 3 characters, . = idle"
-    )
-
-
-def test_where_it_does_not_fit_spaces_are_left_out() -> None:
-    timeline = build("1F1B", ranks=2, micro_batches=2).simulate()
-    assert render(timeline, width=28) == (
-        "rank 0  F0F1....B0--..B1--\nrank 1  ..F0B0--F1B1--....\ntime 1 = 2 characters, . = idle"
-    )
-
-
-def test_where_that_does_not_fit_a_character_is_a_slice_of_time() -> None:
-    timeline = build("1F1B", ranks=2, micro_batches=4).simulate()
-    assert render(timeline, width=28) == (
-        "rank 0  FF..BBFBBFBB.BB\nrank 1  .FBBFBBFBBFBB..\ntime 1 = 1 character, . = idle"
+@pytest.mark.parametrize(
+    ("m", "width", "first", "second", "unit"),
+    [
+        (2, 80, "F0 F1 .  .  B0--- .  B1---", ".  F0 B0--- F1 B1--- .  .", "3 characters"),
+        (2, 28, "F0F1....B0--..B1--", "..F0B0--F1B1--....", "2 characters"),
+        (4, 28, "FF..BBFBBFBB.BB", ".FBBFBBFBBFBB..", "1 character"),
+    ],
+)
+def test_actions_are_as_long_as_they_take(
+    m: int, width: int, first: str, second: str, unit: str
+) -> None:
+    assert render(build("1F1B", ranks=2, micro_batches=m).simulate(), width=width) == (
+        f"rank 0  {first}\nrank 1  {second}\ntime 1 = {unit}, . = idle"
     )
 
 
@@ -201,43 +185,18 @@ def test_the_summary_gives_the_figures() -> None:
     assert "peak bytes        40 30 20 10" in text
 
 
-def is_drawn(drawn: str, module: str) -> bool:
-    """Whether the docstring of a file of families has the rows of a drawing, one below another."""
-    text = inspect.getdoc(importlib.import_module(f"fleetpipe.schedules.families.{module}"))
-    lines = [line.strip() for line in (text or "").split("\n")]
-    rows = drawn.split("\n")[:-1]
-    return any(lines[at : at + len(rows)] == rows for at in range(len(lines)))
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "m"),
-    [("one_f_one_b", "FThenB", 4), ("one_f_one_b", "1F1B", 6), ("one_f_one_b", "Eager1F1B", 6)],
-)
-def test_the_grids_in_the_docstrings_are_true(module: str, name: str, m: int) -> None:
-    drawn = render(build(name, ranks=4, micro_batches=m).simulate(), width=100)
-    assert is_drawn(drawn, module)
-
-
-def test_the_grid_of_forward_only_is_true() -> None:
-    drawn = render(forward_only(Placement("loop", 4), 4).simulate(), width=80)
-    assert is_drawn(drawn, "one_f_one_b")
-
-
 def test_costs_in_nanoseconds_are_drawn_alike() -> None:
     schedule = build("1F1B", ranks=2, micro_batches=2)
     large = schedule.simulate(Costs(forward=1e9, input_grad=1e9, weight_grad=1e9))
     assert render(large).split("\n")[:2] == render(schedule.simulate()).split("\n")[:2]
 
 
-NAMES = ["1F1B", "Interleaved1F1B", "ZBV", "DualPipeV"]
-
-
 def of_phase(document: dict[str, Any], phase: str) -> list[dict[str, Any]]:
     return [event for event in document["traceEvents"] if event["ph"] == phase]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_entry_is_a_slice_of_its_rank(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "ZBV", "DualPipeV"])
+def test_entries_are_slices_of_their_rank_that_arrows_join(name: str, tmp_path: Path) -> None:
     timeline = build(name, ranks=3, micro_batches=6).simulate(Costs(comm=0.5))
     placement = timeline.schedule.placement
     file = tmp_path / "trace.json"
@@ -257,6 +216,19 @@ def test_every_entry_is_a_slice_of_its_rank(name: str, tmp_path: Path) -> None:
         if event["name"] == "process_name"
     }
     assert labels == {1: "rank 0", 2: "rank 1", 3: "rank 2"}
+    # An arrow joins the two ends of every transfer.
+    corners = {(event["pid"], event["tid"], event["ts"]) for event in slices}
+    starts, ends = ({e["id"]: e for e in of_phase(document, phase)} for phase in "sf")
+    ranks = [placement.rank_of(stage) for stage in range(placement.stages)]
+    crossing = sum(first != second for first, second in itertools.pairwise(ranks))
+    assert len(starts) == 2 * 6 * crossing
+    assert starts.keys() == ends.keys()
+    for key, begin in starts.items():
+        end = ends[key]
+        assert {(e["pid"], e["tid"], e["ts"]) for e in (begin, end)} <= corners
+        assert begin["pid"] != end["pid"]
+        assert begin["ts"] < end["ts"]
+        assert end["bp"] == "e"
 
 
 def test_an_exchange_is_a_slice_within_its_action() -> None:
@@ -266,26 +238,6 @@ def test_an_exchange_is_a_slice_within_its_action() -> None:
     assert shown[1] == ("exchange", "exchange", 2000, 2000)
     assert [one[0] for one in shown] == ["F0.0", "exchange", "W0.0"]
     assert slices[1]["tid"] == slices[0]["tid"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_an_arrow_joins_the_two_ends_of_every_transfer(name: str) -> None:
-    schedule = build(name, ranks=3, micro_batches=6)
-    document = chrome_trace({"predicted": events_of(schedule.simulate())}, schedule.placement)
-    slices = {(e["pid"], e["tid"], e["ts"]) for e in of_phase(document, "X")}
-    starts = {event["id"]: event for event in of_phase(document, "s")}
-    ends = {event["id"]: event for event in of_phase(document, "f")}
-    placement = schedule.placement
-    ranks = [placement.rank_of(stage) for stage in range(placement.stages)]
-    crossing = sum(first != second for first, second in itertools.pairwise(ranks))
-    assert len(starts) == len(ends) == 2 * 6 * crossing
-    assert starts.keys() == ends.keys()
-    for key, begin in starts.items():
-        end = ends[key]
-        assert {(e["pid"], e["tid"], e["ts"]) for e in (begin, end)} <= slices
-        assert begin["pid"] != end["pid"]
-        assert begin["ts"] < end["ts"]
-        assert end["bp"] == "e"
 
 
 def test_measured_transfers_are_drawn_and_joined() -> None:

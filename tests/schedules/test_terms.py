@@ -10,11 +10,6 @@ from fleetpipe.schedules.placement import checked_edges, parse_edge
 pytestmark = pytest.mark.no_paddle
 
 
-def test_an_action_is_written_as_kind_stage_and_micro_batch() -> None:
-    assert str(Action("F", 0, 3)) == "F0.3"
-    assert str(Fused((Action("F", 0, 3), Action("B", 1, 2)))) == "(F0.3|B1.2)"
-
-
 @pytest.mark.parametrize(
     "token", ["F0.3", "B12.0", "I1.10", "W3.3", "(F0.3|B1.2)", "(F0.3|I1.2|W4.0)"]
 )
@@ -81,32 +76,25 @@ def test_edges_that_cannot_be_are_refused(edges: list[Edge], message: str) -> No
         checked_edges(edges, Placement("loop", 3))
 
 
-def test_a_loop_goes_round() -> None:
-    loop = Placement("loop", 3, 2)
-    assert [loop.rank_of(stage) for stage in range(6)] == [0, 1, 2, 0, 1, 2]
-    assert loop.stages_of(1) == (1, 4)
-
-
-def test_a_vee_comes_back() -> None:
-    vee = Placement("vee", 3, 2)
-    assert [vee.rank_of(stage) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
-    assert vee.stages_of(0) == (0, 5)
-
-
-def test_a_wave_comes_back_again_and_again() -> None:
-    wave = Placement("wave", 3, 4)
-    assert [wave.rank_of(stage) for stage in range(12)] == [0, 1, 2, 2, 1, 0] * 2
-    assert wave.stages_of(1) == (1, 4, 7, 10)
-
-
 @pytest.mark.parametrize(
-    "placement", [Placement("loop", 5, 3), Placement("vee", 4, 2), Placement("wave", 3, 6)]
+    ("placement", "ranks", "links"),
+    [
+        (Placement("loop", 3, 2), [0, 1, 2, 0, 1, 2], [0, 1, 2, 0, 1]),
+        (Placement("loop", 2, 2), [0, 1, 0, 1], [0, 1, 0]),
+        (Placement("vee", 3, 2), [0, 1, 2, 2, 1, 0], [0, 1, None, 1, 0]),
+        (Placement("wave", 2, 4), [0, 1, 1, 0, 0, 1, 1, 0], [0, None, 0, None, 0, None, 0]),
+        (Placement("wave", 3, 4), [0, 1, 2, 2, 1, 0] * 2, [0, 1, None, 1, 0, None, 0, 1, None, 1]),
+    ],
 )
-def test_every_stage_is_on_the_rank_that_lists_it(placement: Placement) -> None:
-    listed = [
-        (stage, rank) for rank in range(placement.ranks) for stage in placement.stages_of(rank)
-    ]
-    assert sorted(listed) == [(s, placement.rank_of(s)) for s in range(placement.stages)]
+def test_each_stage_has_its_rank_and_each_value_the_link_between_ranks(
+    placement: Placement, ranks: list[int], links: list[int | None]
+) -> None:
+    assert [placement.rank_of(stage) for stage in range(placement.stages)] == ranks
+    for rank in range(placement.ranks):
+        assert [ranks[stage] for stage in placement.stages_of(rank)] == [rank] * placement.chunks
+        assert list(placement.stages_of(rank)) == sorted({*placement.stages_of(rank)})
+    for stage, link in enumerate(links):
+        assert link is None or placement.link_of(stage) == link
 
 
 @pytest.mark.parametrize(
@@ -132,22 +120,3 @@ def test_a_stage_or_rank_that_does_not_exist_is_refused() -> None:
         Placement("loop", 2).rank_of(-1)
     with pytest.raises(ConfigError, match="no rank 2"):
         Placement("loop", 2).stages_of(2)
-
-
-@pytest.mark.parametrize(
-    ("placement", "links"),
-    [
-        (Placement("loop", 3, 2), [0, 1, 2, 0, 1]),
-        (Placement("loop", 2, 2), [0, 1, 0]),
-        (Placement("vee", 3, 2), [0, 1, None, 1, 0]),
-        (Placement("wave", 2, 4), [0, None, 0, None, 0, None, 0]),
-    ],
-)
-def test_a_value_takes_the_link_between_its_ranks(
-    placement: Placement, links: list[int | None]
-) -> None:
-    for stage, link in enumerate(links):
-        if link is None:
-            assert placement.rank_of(stage) == placement.rank_of(stage + 1)
-        else:
-            assert placement.link_of(stage) == link

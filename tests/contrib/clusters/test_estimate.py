@@ -7,6 +7,7 @@ docs/estimate.md says.
 from __future__ import annotations
 
 import json
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -377,35 +378,31 @@ def test_predictions_are_as_near_as_said(table: object) -> None:
     assert all(len(curve) == 1 for curve in cluster.flops.values())
     if table.name == "zero-bubble":
         assert good.ranked >= 0.9 * good.pairs > 100
-
-
-def test_memory_is_near_what_was_measured() -> None:
-    table = next(table for table in TABLES if table.name == "zero-bubble")
-    _, made = predictions(table)
-    errors = [
-        one.estimate.peak / 1e9 / float(one.row["memory_gb"]) - 1
-        for one in made
-        if one.row["memory_gb"] and one.row["schedule"] in ("1F1B", "ZB-1p", "ZB-V")
-    ]
-    errors.sort(key=abs)
-    assert len(errors) > 50
-    assert abs(errors[len(errors) // 2]) < 0.2
+        errors = [
+            abs(one.estimate.peak / 1e9 / float(one.row["memory_gb"]) - 1)
+            for one in made
+            if one.row["memory_gb"] and one.row["schedule"] in ("1F1B", "ZB-1p", "ZB-V")
+        ]
+        assert len(errors) > 50
+        assert statistics.median(errors) < 0.2
 
 
 def test_simulated_bubbles_are_the_published_ones() -> None:
     for row in rows("zero_bubble_bubbles"):
         ranks, micro_batches = int(row["ranks"]), int(row["micro_batches"])
         times = [float(row[name]) for name in ("forward", "input_grad", "weight_grad")]
-        for name, column, chunks, near in (
-            ("1F1B", "1F1B", 1, 1e-4),
-            ("ZBH1", "ZB-H1", 1, 1e-4),
-            ("ZBH2", "ZB-H2", 1, 1e-4),
-            ("Interleaved1F1B", "1F1B-I", CHUNKS[row["model"]], 4e-3),
+        comm = float(row["comm"])
+        # The paper counts fewer latencies: those from the last rank back to the first are left out.
+        for name, column, chunks, uncounted in (
+            ("1F1B", "1F1B", 1, 0.0),
+            ("ZBH1", "ZB-H1", 1, 0.0),
+            ("ZBH2", "ZB-H2", 1, 0.0),
+            ("Interleaved1F1B", "1F1B-I", CHUNKS[row["model"]], ranks * comm),
         ):
-            costs = Costs(*(time / chunks for time in times), comm=float(row["comm"]))
+            costs = Costs(*(time / chunks for time in times), comm=comm)
             schedule = build(name, ranks=ranks, micro_batches=micro_batches, chunks=chunks)
-            rate = 1 - micro_batches * sum(times) / schedule.simulate(costs).span
-            assert rate == pytest.approx(float(row[column]), abs=near), (row, name)
+            rate = 1 - micro_batches * sum(times) / (schedule.simulate(costs).span - uncounted)
+            assert rate == pytest.approx(float(row[column]), abs=1e-4), (row, name)
 
 
 @pytest.mark.parametrize("stages", [8, 16])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import pickle
 from collections import Counter
 from functools import cache
 from typing import Any
@@ -54,7 +54,7 @@ def explore(schedule: Schedule, **options: Any) -> int:
         """What each entry that a rank may run needs, and the rank's bits after it."""
         made = []
         for place in envelopes[rank][done].candidates():
-            envelope = copy.deepcopy(envelopes[rank][done])
+            envelope = pickle.loads(pickle.dumps(envelopes[rank][done]))
             envelope.take(place)
             assert envelope.in_flight <= envelope.cap, "a rank holds more than its cap"
             envelopes[rank].setdefault(done | 1 << place, envelope)
@@ -83,15 +83,14 @@ def explore(schedule: Schedule, **options: Any) -> int:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_arrival_blocks_the_ranks_or_passes_the_cap(name: str) -> None:
-    for ranks in (1, 2, 3):
-        for micro_batches in (1, 2, 3, 4):
+    for ranks, most in ((1, 2), (2, 4), (3, 3)):
+        for micro_batches in range(1, most + 1):
             schedule = without_fusion(build(name, ranks=ranks, micro_batches=micro_batches))
             schedule.verify()
             entries = sum(map(len, schedule.actions))
             assert explore(schedule) > entries
-            if ranks < 3 or micro_batches < 4:
-                held = 1 + max(schedule.simulate().peak_activations) / schedule.slices
-                assert explore(schedule, memory_cap=held) > entries
+            held = 1 + max(schedule.simulate().peak_activations) / schedule.slices
+            assert explore(schedule, memory_cap=held) > entries
 
 
 def test_options_edges_and_other_memory_are_explored_too() -> None:

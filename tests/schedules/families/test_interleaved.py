@@ -20,18 +20,6 @@ def play(m: int, costs: Costs | None = None, *, chunks: int = 2, **options: obje
     return schedule.simulate(costs)
 
 
-@pytest.mark.parametrize("p", range(2, 7))
-@pytest.mark.parametrize("v", range(1, 5))
-def test_bubble_and_peak_for_every_number_of_micro_batches(p: int, v: int) -> None:
-    for m in range(1, 4 * p + 3):
-        timeline = build("Interleaved1F1B", ranks=p, micro_batches=m, chunks=v).simulate()
-        first = balanced_groups(p, m)[0]
-        assert timeline.bubble == 3 * (p - 1) + 3 * (v - 1) * max(0, p - m)
-        assert timeline.peak_activations == tuple(
-            min(m * v, (v - 1) * first + 2 * (p - 1 - r) + 1) for r in range(p)
-        )
-
-
 @pytest.mark.parametrize(
     ("groups", "bubble", "peak"),
     [(None, 9, 12), ([5, 5], 9, 12), ((6, 4), 9, 13), ([4, 4, 2], 19, 11)],
@@ -93,23 +81,6 @@ def test_less_slack_holds_less_and_hides_no_latency() -> None:
     assert [round(rate, 4) for rate in rates] == [0.1487, 0.1090]
     with pytest.raises(ConfigError, match="1 or 2"):
         play(8, warmup_slack=3)
-
-
-@pytest.mark.parametrize(
-    ("p", "m", "v", "of_ideal", "of_total"),
-    [
-        (8, 32, 1, 0.21875, 0.17949),
-        (8, 128, 1, 0.05469, 0.05185),
-        (16, 128, 1, 0.11719, 0.10490),
-        (8, 64, 4, 0.02734, 0.02662),
-    ],
-)
-def test_the_formulas_of_the_megatron_paper(
-    p: int, m: int, v: int, of_ideal: float, of_total: float
-) -> None:
-    timeline = build("1F1B", ranks=p, micro_batches=m, chunks=v).simulate()
-    assert round(timeline.bubble / timeline.busy, 5) == of_ideal
-    assert round(timeline.bubble_rate, 5) == of_total
 
 
 def test_1f1b_with_chunks_is_interleaved() -> None:
@@ -181,12 +152,6 @@ def test_the_peaks_of_waves(p: int, m: int, w: int) -> None:
     assert peaks[-1] == value(OF_HANAYO["last rank"], w=w, m=m)
     more = build("Hanayo", ranks=p, micro_batches=p + 2, chunks=2 * w).simulate()
     assert max(more.peak_activations) <= 2 * w * (p + 2)
-
-
-@pytest.mark.parametrize(("chunks", "span", "peak"), [(2, 110, 14), (4, 202, 27)])
-def test_golden_cases_of_more_micro_batches(chunks: int, span: int, peak: int) -> None:
-    timeline = build("Hanayo", ranks=4, micro_batches=16, chunks=chunks).simulate()
-    assert (timeline.span, max(timeline.peak_activations)) == (span, peak)
 
 
 @pytest.mark.parametrize("p", range(1, 6))
