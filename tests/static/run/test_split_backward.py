@@ -23,6 +23,7 @@ from tests.static.networks import (
     CLASSES,
     FEATURES,
     MICRO_BATCHES,
+    Build,
     assert_same,
     batches,
     data,
@@ -101,7 +102,7 @@ def trained(mark: Call, fetch: int, **own: Any) -> tuple[list[bytes], dict[str, 
 
 
 # A backward that is split computes again what it needs, and all, in its first half.
-SPLIT = [(by_strategy, "ZBH1")] if is_pir(paddle.static.Program()) else []
+SPLIT = [(by_strategy, "ZBH1")] if PIR else []
 
 
 @pytest.mark.parametrize(
@@ -143,22 +144,15 @@ def test_less_is_kept() -> None:
     assert all(2 * few < many for few, many in zip(marked, whole)), (marked, whole)
 
 
-def test_a_checkpoint_has_the_name_that_a_script_gives() -> None:
-    with static_mode():
-        value = paddle.exp(paddle.static.data("x", [-1, 2]))
-        name = name_of(value)
-        assert name_of(value) == name
-        assert name_of(paddle.exp(value)) != name
-        assert name_of(paddle.static.data("z", [1])) == "z"
-
-
-def test_a_named_value_can_be_fetched_by_its_name() -> None:
-    with static_mode():
-        strategy = strategy_of()
-        fleet.init(is_collective=True, strategy=strategy)
-        loss, logits = deep([])
+def test_a_value_has_the_name_that_a_script_gives_and_is_fetched_by_it() -> None:
+    def named(checkpoints: list[Any]) -> Any:
+        loss, logits = deep(checkpoints)
         name = name_of(logits)
-        exe = executor_of(loss, strategy)
+        assert name_of(logits) == name != name_of(loss)
+        assert name_of(paddle.static.data("z", [1])) == "z"
+        return loss, name
+
+    with minimized(without, named) as (exe, (_, name)):
         assert exe.run(feed=batches(1)[0], fetch_list=[name])[0].shape == (2 * MICRO_BATCHES, 4)
 
 
@@ -194,8 +188,7 @@ def test_what_backward_takes_for_its_shape_is_kept_as_a_shape() -> None:
         assert held_bytes(exe, fetches)[0] == 4 * 2 * (FEATURES + 3 * WIDTH)
 
 
-OLDER = not is_pir(paddle.static.Program())
-pir_only = pytest.mark.skipif(OLDER, reason="the backward of an older Program is not cut")
+pir_only = pytest.mark.skipif(not PIR, reason="the backward of an older Program is not cut")
 
 
 def convolutions() -> Any:
@@ -230,19 +223,18 @@ def words() -> Any:
     return [loss]
 
 
-@pir_only
-@pytest.mark.parametrize(
-    ("stages", "schedule"),
-    [(2, "ZBH1"), (2, "ZBH2"), (4, "ZBH1"), (4, "ZBV"), (4, "VHalf"), (4, "DualPipeV")],
-)
-def test_an_mlp_is_bit_equal(stages: int, schedule: str) -> None:
-    compare(mlp(stages), momentum, strategy_of(schedule))
+SPLIT_NETWORKS: list[tuple[Build, str]] = [
+    *((mlp(2), f"ZBH{kind}") for kind in (1, 2)),
+    *((mlp(4), schedule) for schedule in ("ZBH1", "ZBV", "VHalf", "DualPipeV")),
+    *((build, "ZBH1") for build in (skip3, varied, convolutions, words, products)),
+    (mlp(2, norm=True, dropout=[1]), "ZBH2"),
+]
 
 
 @pir_only
-@pytest.mark.parametrize("build", [skip3, varied, convolutions, words, products])
-def test_other_networks_are_bit_equal(build: Callable[[], Any]) -> None:
-    compare(build, momentum, strategy_of("ZBH1"))
+@pytest.mark.parametrize(("build", "schedule"), SPLIT_NETWORKS)
+def test_a_network_is_bit_equal(build: Build, schedule: str) -> None:
+    compare(build, momentum, strategy_of(schedule))
 
 
 def narrow() -> Any:
@@ -290,11 +282,6 @@ def test_an_lstm_is_bit_equal() -> None:
     assert {"linear_0.w_0", "lstm_cell_0.w_0", "linear_1.b_0"} <= set(got_state)
 
 
-@pir_only
-def test_running_statistics_and_dropout_are_bit_equal() -> None:
-    compare(mlp(2, norm=True, dropout=[1]), momentum, strategy_of("ZBH2"))
-
-
 def pieces(build: Callable[[], Any], stage: int) -> Any:
     """The pieces of a stage."""
     with static_mode():
@@ -322,11 +309,7 @@ def test_each_half_asks_for_its_own_gradients_alone() -> None:
     assert results(last.input_grad, "pd_op.add_grad") == []
     assert results(last.weight_grad, "pd_op.add_grad") == [[False, True]]
     assert len([n for n in last.weight_grad.waiting if ".2.waiting." in n]) == 1
-
-
-@pir_only
-def test_what_cannot_be_divided_is_computed_in_i() -> None:
-    """And where nothing waits for the gradient of the input, in W."""
+    # What cannot be divided is computed in I; in W where nothing waits for the input's gradient.
     found = pieces(convolutions, 0)
     assert results(found.input_grad, "pd_op.batch_norm_grad") == [[True, True, True]]
     assert results(found.weight_grad, "pd_op.batch_norm_grad") == []
@@ -336,7 +319,7 @@ def test_what_cannot_be_divided_is_computed_in_i() -> None:
     }
 
 
-@pytest.mark.skipif(not OLDER, reason="PIR is cut")
+@pytest.mark.skipif(PIR, reason="PIR is cut")
 def test_an_older_program_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="does not run ZBH1"):
         pipelined(mlp(2), momentum, [], strategy_of("ZBH1"))
