@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from paddle import nn
 from paddle.nn.functional import linear
 
 from fleetpipe.fleet.meta_parallel import LayerDesc
-from tests.dygraph.models import LENGTH, WIDTH, Attention, Called, FeedForward
+from tests.dygraph.models import LENGTH, WIDTH, Called
 from tests.pipelines import CLASSES, ROWS
 
 #: Rows of the embedding.
@@ -23,24 +24,8 @@ def _called(call: Callable[..., Any], *kinds: Callable[[], Any]) -> Called:
     return Called(call, *(kind() for kind in kinds))
 
 
-def _linear_entry(**options: Any) -> Callable[[], Any]:
-    return lambda: nn.Linear(WIDTH, WIDTH, **options)
-
-
-def _frozen(name: str) -> Callable[[], Any]:
-    def make() -> Any:
-        layer = nn.Linear(WIDTH, WIDTH)
-        getattr(layer, name).stop_gradient = True
-        return layer
-
-    return make
-
-
-def _hooked_entry() -> Any:
-    layer = nn.Linear(WIDTH, WIDTH)
-    layer.weight.register_hook(lambda grad: grad * 0.5)
-    layer.bias.register_hook(lambda grad: None)
-    return layer
+def _entry() -> Any:
+    return nn.Linear(WIDTH, WIDTH)
 
 
 class OwnProduct(nn.Layer):  # type: ignore[misc]
@@ -77,48 +62,29 @@ def _either(x: Any, one: Any, other: Any) -> Any:
     return one(x) if float(x.mean()) > 0 else other(x)
 
 
+#: Beside those of KINDS.
 _KINDS: dict[str, Callable[[], Any]] = {
-    "linear": _linear_entry(),
-    "without bias": _linear_entry(bias_attr=False),
-    "attention": Attention,
-    "feed forward": FeedForward,
     "own product": OwnProduct,
-    "layer norm": lambda: nn.LayerNorm(WIDTH),
     "batch norm": lambda: nn.BatchNorm1D(WIDTH, data_format="NLC"),
-    "twice": lambda: _called(lambda x, fc: fc(paddle.tanh(fc(x))), _linear_entry()),
-    "frozen weight": lambda: _called(lambda x, fc: x + paddle.tanh(fc(x)), _frozen("weight")),
-    "frozen bias": lambda: _called(lambda x, fc: x + paddle.tanh(fc(x)), _frozen("bias")),
-    "hooks": lambda: _called(lambda x, fc: x + fc(x), _hooked_entry),
     "embedding": lambda: _called(_by_values, lambda: nn.Embedding(_ROWS, WIDTH)),
     "convolution": lambda: _called(_convolved, lambda: nn.Conv1D(WIDTH, WIDTH, 3, padding=1)),
-    "detached": lambda: _called(
-        lambda x, a, b: x + a(b(x).detach()), _linear_entry(), _linear_entry()
-    ),
-    "without gradient": lambda: _called(_entry_without_gradient, _linear_entry()),
     "norm without gradient": lambda: _called(_entry_without_gradient, lambda: nn.LayerNorm(WIDTH)),
-    "either": lambda: _called(_either, _linear_entry(), _linear_entry()),
-    "unused": lambda: _called(lambda x, fc, _: fc(x), _linear_entry(), _linear_entry()),
-    "in place": lambda: _called(lambda x, fc: nn.functional.relu_(fc(x)) * 2, _linear_entry()),
-    "weight norm": lambda: nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)),
+    "either": lambda: _called(_either, _entry, _entry),
+    "unused": lambda: _called(lambda x, fc, _: fc(x), _entry, _entry),
+    "weight norm": lambda: nn.utils.weight_norm(_entry()),
     "as it is": lambda: _called(lambda x: x),
 }
 
 #: Entries that hand a pair or a dict on, perhaps over a border.
 _RUNS: tuple[tuple[Callable[[], Any], ...], ...] = (
     (
-        lambda: _called(lambda x, fc: (fc(x), paddle.tanh(x)), _linear_entry()),
-        lambda: _called(
-            lambda pair, fc: (nn.functional.relu(fc(pair[0])), pair[1]), _linear_entry()
-        ),
-        lambda: _called(lambda pair, fc: fc(pair[0]) * pair[1], _linear_entry()),
+        lambda: _called(lambda x, fc: (fc(x), paddle.tanh(x)), _entry),
+        lambda: _called(lambda pair, fc: (nn.functional.relu(fc(pair[0])), pair[1]), _entry),
+        lambda: _called(lambda pair, fc: fc(pair[0]) * pair[1], _entry),
     ),
     (
-        lambda: _called(
-            lambda x, fc: {"x": fc(x), "mask": x.detach() > 0, "by": 3}, _linear_entry()
-        ),
-        lambda: _called(
-            lambda v, fc: fc(v["x"]) * v["mask"].astype("float32") * v["by"], _linear_entry()
-        ),
+        lambda: _called(lambda x, fc: {"x": fc(x), "mask": x.detach() > 0, "by": 3}, _entry),
+        lambda: _called(lambda v, fc: fc(v["x"]) * v["mask"].astype("float32") * v["by"], _entry),
     ),
 )
 
@@ -126,12 +92,13 @@ _RUNS: tuple[tuple[Callable[[], Any], ...], ...] = (
 def random_list(number: int) -> list[Any]:
     """Returns the descriptions of the layers; the last gives logits [rows, CLASSES]."""
     draw = random.Random(number)
+    blocks = [partial(Block, kind, WIDTH) for kind in KINDS if kind not in OTHER_SUMS]
     entries: list[Callable[[], Any]] = []
     while len(entries) < 10:
         if draw.random() < 0.2:
             entries += draw.choice(_RUNS)
         else:
-            entries.append(_KINDS[draw.choice(list(_KINDS))])
+            entries.append(draw.choice([*_KINDS.values(), *blocks]))
     entries.append(lambda: _called(lambda x, fc: fc(x.mean(1)), lambda: nn.Linear(WIDTH, CLASSES)))
     return [LayerDesc(_Made, entry) for entry in entries]
 
@@ -413,6 +380,9 @@ BIAS_THREE_TIMES = frozenset({"bias all around", "some rows"})
 
 #: Those that cannot run where backward is split.
 REFUSED = frozenset({"gradient", "gradient of a weight"})
+
+
+OTHER_SUMS = AROUND | BIAS_THREE_TIMES | REFUSED
 
 
 class Block(nn.Layer):  # type: ignore[misc]
