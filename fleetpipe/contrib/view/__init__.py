@@ -15,30 +15,9 @@ import argparse
 import ipaddress
 import os
 import secrets
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from fleetpipe.errors import ConfigError
-from fleetpipe.extras import late
-
-if TYPE_CHECKING:
-    from fleetpipe.contrib.view.slowdown import Slowdown as Slowdown
-    from fleetpipe.contrib.view.slowdown import slowdown_of as slowdown_of
-    from fleetpipe.contrib.view.trace_replay import ReplayedStep as ReplayedStep
-    from fleetpipe.contrib.view.trace_replay import steps_of as steps_of
-    from fleetpipe.contrib.view.traced_ops import TracedOperation as TracedOperation
-    from fleetpipe.contrib.view.traced_ops import read_columns as read_columns
-    from fleetpipe.contrib.view.traced_ops import read_trace as read_trace
-
-__all__ = [
-    "ReplayedStep",
-    "Slowdown",
-    "TracedOperation",
-    "read_columns",
-    "read_trace",
-    "slowdown_of",
-    "steps_of",
-]
-
 
 #: The environment variable with the token that a request from another host must show.
 TOKEN = "FLEETPIPE_WATCH_TOKEN"
@@ -106,14 +85,3 @@ def _parse_serve_argument(text: str) -> Address:
         return Address.parse(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(f"invalid: {text!r}; give 9100, or HOST:9100") from error
-
-
-if not TYPE_CHECKING:  # to a type checker it would give the module every name
-    _NAMES_OF = {
-        "slowdown": ("Slowdown", "slowdown_of"),
-        "trace_replay": ("ReplayedStep", "steps_of"),
-        "traced_ops": ("TracedOperation", "read_columns", "read_trace"),
-    }
-    __getattr__ = late(
-        {name: f"{__name__}.{module}" for module, names in _NAMES_OF.items() for name in names}
-    )

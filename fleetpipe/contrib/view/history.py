@@ -264,15 +264,16 @@ class History:
             raise value.refused(f"at most {MOST} rows")
         events = value.get("events")  # missing in those of earlier versions
         return cls(
-            (row.row(HistoryRow, figures=_read_figures) for row in rows),
+            (
+                row.row(
+                    HistoryRow,
+                    figures=lambda value: {k: v.number() for k, v in value.fields().items()},
+                )
+                for row in rows
+            ),
             stride,
             () if events is None else (event.row(RunEvent) for event in events.items()),
         )
-
-
-def _read_figures(value: JsonValue) -> dict[str, float]:
-    """Reads figures by name, NaN and infinities included."""
-    return {name: figure.number() for name, figure in value.fields().items()}
 
 
 def _merge_figures(earlier: Mapping[str, float], later: Mapping[str, float]) -> Mapping[str, float]:

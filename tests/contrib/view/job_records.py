@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from fleetpipe import atomic_file
-from fleetpipe.contrib.view import TracedOperation
 from fleetpipe.contrib.view.board import FILE, JobBoard, LastCheckpoint
 from fleetpipe.contrib.view.slow_ranks import SlowRank
+from fleetpipe.contrib.view.traced_ops import TracedOperation
 from fleetpipe.job.records import RankRecord
 from fleetpipe.schedules import build
 

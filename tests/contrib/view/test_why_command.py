@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from fleetpipe.cli import main
-from fleetpipe.contrib.view import TracedOperation, read_columns, read_trace, slowdown_of, steps_of
-from fleetpipe.contrib.view.slowdown import alternatives
-from fleetpipe.contrib.view.traced_ops import COLUMNS
+from fleetpipe.contrib.view.slowdown import alternatives, slowdown_of
+from fleetpipe.contrib.view.trace_replay import steps_of
+from fleetpipe.contrib.view.traced_ops import COLUMNS, TracedOperation, read_columns, read_trace
 from fleetpipe.errors import ConfigError
 from fleetpipe.schedules import Placement, build
 from fleetpipe.schedules.forms.trace import Event, events_of, with_early, write_trace

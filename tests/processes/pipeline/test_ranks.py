@@ -16,7 +16,8 @@ import pytest
 from paddle import nn
 
 from fleetpipe import fleet
-from fleetpipe.contrib.view import read_trace, steps_of
+from fleetpipe.contrib.view.trace_replay import steps_of
+from fleetpipe.contrib.view.traced_ops import read_trace
 from fleetpipe.fleet import lifecycle
 from fleetpipe.fleet.meta_parallel import LayerDesc, SharedLayerDesc
 from fleetpipe.schedules import build
@@ -28,12 +29,11 @@ from tests.launching import ROOT, Finished, JobFailed
 from tests.pipelines import batch, bits, job, pipeline, sgd
 
 PARITY = """
-import sys
 from tests.pipelines import adam, batch, job, pipeline
 
 with job(2):
     model = pipeline()
-    if "--wrong" in sys.argv and model.is_pipeline_last_stage():
+    if model.is_pipeline_last_stage():
         model.layers.state_dict()["4.weight"].register_hook(lambda grad: grad * 2)
     optimizer = adam(model)
     for seed in range(3):
@@ -47,13 +47,11 @@ def test_the_parity_command_on_two_ranks(launch: Callable[..., Finished], tmp_pa
     script = tmp_path / "train.py"
     script.write_text(PARITY)
     launched = ROOT / "fleetpipe" / "launch" / "rank_main.py"
-    right = launch(launched, 2, args=["parity", str(script)])
-    wrong = launch(launched, 2, args=["parity", str(script), "--wrong"], check=False)
-    assert wrong.returncode == 1
-    for good, bad in zip(right.logs, wrong.logs):
-        assert "compared 3 steps and 2 evaluations" in good
-        assert "parity: bit-exact (losses, gradients and parameters)" in good
-        assert "first difference: step 0: gradient of 4.weight" in bad
+    done = launch(launched, 2, args=["parity", str(script)], check=False)
+    assert done.returncode == 1
+    for log in done.logs:
+        assert "compared 3 steps and 2 evaluations" in log
+        assert "first difference: step 0: gradient of 4.weight" in log
 
 
 def fail_on_the_last_stage() -> None:
@@ -75,13 +73,13 @@ def test_an_exception_on_one_rank_ends_the_other(on_ranks: Callable[..., Any]) -
 
 
 def begin_after_slow_groups() -> tuple[float | None, float]:
-    """Begins a job in which rank 1 takes 3 s for its groups; when these were made, and it began."""
+    """Begins a job in which rank 1 takes 1 s for its groups; when these were made, and it began."""
     moments = []
     make = lifecycle._make_groups
 
     def make_slowly(*arguments: Any) -> Any:
         made = make(*arguments)
-        time.sleep(3)
+        time.sleep(1)
         moments.append(time.time())
         return made
 

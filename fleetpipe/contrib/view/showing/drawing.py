@@ -171,12 +171,12 @@ class Chart(NamedTuple):
     def script_data(self) -> dict[str, Any]:
         """The data of the page's script, with None for NaN and infinities."""
         curves = []
-        for name, series, kind, colour, window in self.curves:
-            steps, values, times = thin_out(series)
-            curve: dict[str, Any] = {"name": name, "kind": kind, "colour": colour}
-            curve.update(window=window, xs=[*steps], times=[round(time, 3) for time in times])
-            curve["ys"] = [value if math.isfinite(value) else None for value in values]
-            curves.append(curve)
+        for curve in self.curves:
+            steps, values, times = thin_out(curve.series)
+            ys = [value if math.isfinite(value) else None for value in values]
+            points = {"xs": [*steps], "ys": ys, "times": [round(time, 3) for time in times]}
+            look = {name: getattr(curve, name) for name in ("name", "kind", "colour", "window")}
+            curves.append({**look, **points})
         return {"marks": [*self.marks], "curves": curves}
 
 
@@ -240,11 +240,8 @@ def _charts_by_rank(run: RunRecord) -> Iterator[Chart]:
         count = min(map(len, lists), default=0)
         columns = {f"{holder} {rank}": [row[rank] for row in lists] for rank in range(count)}
         if count > MOST_COLOURS:
-            columns = {
-                f"least of {count}": [min(row) for row in lists],
-                f"median of {count}": [median(row) for row in lists],
-                f"most of {count}": [max(row) for row in lists],
-            }
+            kinds = {"least": min, "median": median, "most": max}
+            columns = {f"{kind} of {count}": [*map(f, lists)] for kind, f in kinds.items()}
         steps, times = [row.step for row in rows], run.elapsed(rows)
         curves = [
             Curve(curve, Series(steps, values, times), "line", colour)
@@ -328,15 +325,18 @@ def lay_out_timelines(panels: Sequence[Panel], most_boxes: int = _MOST_BOXES) ->
     # The more boxes a rank has, the wider the drawing, within limits.
     boxes = max(len(panel.events) / panel.placement.ranks for panel in panels)
     pixels = min(max(_PIXELS[0], _PIXELS_OF_A_BOX * boxes), _PIXELS[1])
-    tracks = [
-        Track(
-            panel,
-            _outlines_by_look(panel, _WIDTH / end, joined=len(panel.bars) > most_boxes),
-            [bar for bar in panel.bars if _number_fits(bar, pixels / end)][:_MOST_BOXES],
-        )
-        for panel in panels
-        if panel.bars
-    ]
+    tracks = []
+    for panel in panels:
+        if panel.bars:
+            numbered = [
+                bar
+                for bar in panel.bars
+                if bar.number
+                and (bar.right - bar.left) * pixels / end
+                >= _PIXELS_OF_A_DIGIT * len(bar.number) + 3
+            ]
+            shapes = _outlines_by_look(panel, _WIDTH / end, joined=len(panel.bars) > most_boxes)
+            tracks.append(Track(panel, shapes, numbered[:_MOST_BOXES]))
     in_milliseconds = panels[0].unit == "s" and end < 2
     scale = 1e3 if in_milliseconds else 1.0
     return Drawing(
@@ -382,14 +382,3 @@ def _outlines_by_look(
         outline = f"M{left} {bar.top:.3f}H{right}V{bar.bottom:.3f}H{left}z"
         shapes.setdefault(key, []).append(outline)
     return shapes
-
-
-def _number_fits(bar: Bar, pixels: float) -> bool:
-    """Returns whether a box has a number that fits into it.
-
-    Args:
-        bar: The box.
-        pixels: The width of a unit of time.
-    """
-    needed = _PIXELS_OF_A_DIGIT * len(bar.number) + 3
-    return bool(bar.number) and (bar.right - bar.left) * pixels >= needed

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from fleetpipe.contrib.view.answers import Answer, answers_of, events_of
-from fleetpipe.contrib.view.board import Row, RunRecord
-from fleetpipe.contrib.view.history import EVALUATED, AttemptRecord, RunEvent
+from fleetpipe.contrib.view.board import RunRecord
+from fleetpipe.contrib.view.history import EVALUATED, AttemptRecord
 from fleetpipe.contrib.view.showing import drawing
 from fleetpipe.contrib.view.showing.drawing import (
     format_bytes,
@@ -73,13 +73,6 @@ def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
         if any(texts):
             columns.append(Column(name, texts, name not in _TEXT_COLUMNS))
     return columns
-
-
-def evaluation_columns(rows: Sequence[Row]) -> list[Column]:
-    """Returns the table of the figures of each evaluation, the newest last."""
-    return columns_of(
-        [{"epoch": str(row.epoch + 1), "step": f"{row.step:,}", **row.figures} for row in rows]
-    )
 
 
 def stage_columns(run: RunRecord) -> list[Column]:
@@ -149,13 +142,6 @@ def attempt_columns(records: Sequence[AttemptRecord]) -> list[Column]:
     return columns_of(rows)
 
 
-def event_columns(events: Sequence[RunEvent]) -> list[Column]:
-    """Returns the table of the events of a run and their times, the newest last."""
-    return columns_of(
-        [{"time (UTC)": format_moment(event.time), "event": str(event)} for event in events]
-    )
-
-
 def named_settings(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
     """Yields names and values of settings; nested names are joined by dots."""
     for name, value in values.items():
@@ -171,12 +157,10 @@ def named_settings(values: Mapping[str, Any], above: str = "") -> Iterator[tuple
 
 def _format_setting(value: object) -> str:
     """Formats the value of a setting; None as an empty text."""
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}" if abs(value) >= 10_000 else str(value)
+    if value is None or isinstance(value, bool):
+        return {None: "", True: "yes", False: "no"}[value]
+    if isinstance(value, int) and abs(value) >= 10_000:
+        return f"{value:,}"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -193,12 +177,12 @@ def _valid_stages(value: object) -> list[dict[str, Any]]:
 
     The rank and the number of parameters of each are whole numbers; what is none counts as 0.
     """
-    stages = []
-    for stage in value if isinstance(value, list) else []:
-        if isinstance(stage, dict):
-            numbers = {name: stage.get(name) for name in ("rank", "parameters")}
-            whole = {name: n if isinstance(n, int) else 0 for name, n in numbers.items()}
-            stages.append({**stage, **whole})
+    stages = (
+        [stage for stage in value if isinstance(stage, dict)] if isinstance(value, list) else []
+    )
+    for stage in stages:
+        numbers = {name: stage.get(name) for name in ("rank", "parameters")}
+        stage.update({name: n if isinstance(n, int) else 0 for name, n in numbers.items()})
     return [stage for stage in stages if 0 <= stage["rank"] < len(stages)]
 
 
@@ -241,6 +225,13 @@ def page(run: RunRecord, now: float | None = None, live: bool = False) -> str:
     at = time.time() if now is None else now
     command = run.about.get("command")
     board = run.board
+    events = [
+        {"time (UTC)": format_moment(event.time), "event": str(event)} for event in events_of(board)
+    ]
+    evaluations = [
+        {"epoch": str(row.epoch + 1), "step": f"{row.step:,}", **row.figures}
+        for row in run.evaluations
+    ]
     return render(
         "page.html",
         at,
@@ -255,8 +246,8 @@ def page(run: RunRecord, now: float | None = None, live: bool = False) -> str:
         drawings=drawing.timeline_drawings(run.pipeline) if run.pipeline else [],
         stages=stage_columns(run),
         attempts=attempt_columns(board.attempts),
-        events=event_columns(events_of(board)),
-        evaluations=evaluation_columns(run.evaluations),
+        events=columns_of(events),
+        evaluations=columns_of(evaluations),
         settings={part: list(named_settings(run.section(part))) for part in _SECTIONS},
     )
 
@@ -266,11 +257,8 @@ def _answers_from_files(run: RunRecord) -> list[Answer]:
     answers = []
     for name in drawing.metric_names(run):
         phases = {EVALUATED + name: " in the evaluation", name: ""}
-        texts = [
-            f"{format_figure(run.series[n].values[-1])}{phase}"
-            for n, phase in phases.items()
-            if n in run.series
-        ]
+        last = {n: run.series[n].values[-1] for n in phases if n in run.series}
+        texts = (f"{format_figure(value)}{phases[n]}" for n, value in last.items())
         answers.append(Answer(name, ", ".join(texts)))
     elapsed = run.elapsed([*run.train[-1:], *run.evaluations[-1:]])
     if elapsed:
@@ -278,9 +266,8 @@ def _answers_from_files(run: RunRecord) -> list[Answer]:
     if run.pipeline is not None:
         track = "measured" if run.pipeline.measured else "predicted"
         events = run.pipeline.measured or run.pipeline.predicted
-        answers.append(
-            Answer("bubble", f"{format_percent(figures_of(events).bubble_rate)}, {track}")
-        )
+        rate = format_percent(figures_of(events).bubble_rate)
+        answers.append(Answer("bubble", f"{rate}, {track}"))
     if run.saved is not None:
         answers.append(Answer("hash", f"{run.saved[1]}, of step {run.saved[0]:,}"))
     return answers
@@ -335,9 +322,8 @@ def _last_figure_columns(runs: Mapping[str, RunRecord], now: float) -> list[Colu
     for title, run in runs.items():
         answers = [*answers_of(run, now), *_answers_from_files(run)]
         texts = {answer.question: answer.text for answer in answers}
-        row: dict[str, Any] = {"run": title}
-        for question in ("state", "done", "elapsed", "hash"):
-            row[question] = texts.get(question, "")
+        questions = ("state", "done", "elapsed", "hash")
+        row: dict[str, Any] = {"run": title, **{name: texts.get(name, "") for name in questions}}
         for name in (drawing.LOSS, *metrics, *drawing.THROUGHPUT):
             heading = drawing.THROUGHPUT.get(name) or drawing.title_of(name)
             for prefix, phase in (("", "training"), (EVALUATED, "evaluation")):
@@ -351,12 +337,11 @@ def _differing_setting_columns(runs: Mapping[str, RunRecord]) -> list[Column]:
     """Returns a table with a row for each setting in which the runs differ; empty if none does."""
     by_run: dict[str, dict[str, str]] = {}
     for title, run in runs.items():
-        values: dict[str, Any] = {"schedule": run.section("schedule").get("name")}
-        values.update({part: run.section(part) for part in _SECTIONS})
-        by_run[title] = dict(named_settings(values))
+        sections = {part: run.section(part) for part in _SECTIONS}
+        schedule = run.section("schedule").get("name")
+        by_run[title] = dict(named_settings({"schedule": schedule, **sections}))
     names = dict.fromkeys(name for settings in by_run.values() for name in settings)
     differing = [name for name in names if len({run.get(name) for run in by_run.values()}) > 1]
-    columns = [Column("setting", differing, False)]
-    for title, settings in by_run.items():
-        columns.append(Column(title, [settings.get(name, "none") for name in differing], False))
-    return columns if differing else []
+    cells = {title: [run.get(name, "none") for name in differing] for title, run in by_run.items()}
+    columns = {"setting": differing, **cells}
+    return [Column(name, texts, False) for name, texts in columns.items()] if differing else []

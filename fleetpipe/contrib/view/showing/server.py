@@ -87,7 +87,9 @@ class Server:
             ConfigError: The address cannot be used.
             PackageNotFound: prometheus-client is not installed.
         """
-        require_package()
+        with needed_for("serving the board of a job"):
+            from prometheus_client.openmetrics.exposition import generate_latest
+        self._write_metrics: Callable[[object], bytes] = generate_latest
         self._board = board
         self._token = address.token()
         self._texts: dict[str, tuple[float, bytes]] = {}
@@ -117,16 +119,14 @@ class Server:
 
     def _run_loop(self) -> None:
         """Answers requests until the loop is stopped, then drops all connections."""
-        try:
-            self._loop.run_forever()
-        finally:
-            self._server.close()
-            tasks = list(self._open)
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                self._loop.run_until_complete(asyncio.wait(tasks))
-            self._loop.close()
+        self._loop.run_forever()
+        self._server.close()
+        tasks = list(self._open)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._loop.run_until_complete(asyncio.wait(tasks))
+        self._loop.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answers the request of a connection; drops the oldest one if too many are open."""
@@ -191,33 +191,16 @@ class Server:
     def _make_text(self, path: str, board: JobBoard) -> bytes:
         """Makes the text at a path of a board."""
         if path == "/metrics":
-            return metrics_text(board)
+            return self._write_metrics(_Metrics(board))
         if path == "/":
             return page(RunRecord("job", board), live=True).encode()
-        if path == "/status.json":
-            content = status_of(board)
-        else:
-            content = {**board.content(), "history": board.history.content()}
-        return json.dumps(content).encode() + b"\n"
+        content = {**board.content(), "history": board.history.content()}
+        return json.dumps(status_of(board) if path == "/status.json" else content).encode() + b"\n"
 
 
 def _refusal(code: int, text: str) -> tuple[int, str, bytes]:
     """Returns the answer with an error code and its reason."""
     return code, "text/plain; charset=utf-8", f"{text}\n".encode()
-
-
-def require_package() -> None:
-    """Raises PackageNotFound unless prometheus-client is installed."""
-    with needed_for("serving the board of a job"):
-        import prometheus_client.openmetrics.exposition  # noqa: F401
-
-
-def metrics_text(board: JobBoard) -> bytes:
-    """Returns the metrics of a board in the text format of OpenMetrics."""
-    from prometheus_client.openmetrics.exposition import generate_latest
-
-    write: Callable[[object], bytes] = generate_latest
-    return write(_Metrics(board))
 
 
 class _Metrics:
@@ -246,11 +229,7 @@ class _Metrics:
         parts = [((part,), share) for part, share in board.shares.items()]
         description = "Share of wall time that a mean rank spends so."
         yield _make_gauge("time_share_ratio", description, parts, ("part",), "ratio")
-        states = [
-            ((number, state), float(rank.state == state))
-            for number, rank in ranks
-            for state in _STATES
-        ]
+        states = [((n, s), float(rank.state == s)) for n, rank in ranks for s in _STATES]
         yield _make_gauge("rank_state", "1 for what a rank does.", states, ("rank", "state"))
         slow = [((str(rank.rank), rank.what), rank.factor) for rank in board.slow]
         yield _make_gauge("slow_factor", "How many times as long it takes.", slow, ("rank", "what"))

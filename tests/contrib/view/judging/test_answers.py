@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,8 +40,8 @@ STEP = [
 ]
 
 
-def written(folder: Path, **machine: object) -> Path:
-    tracks = {"measured": STEP, "predicted": STEP}
+def written(folder: Path, measured: Sequence[Event] = STEP, **machine: object) -> Path:
+    tracks = {"measured": measured, "predicted": STEP}
     scale = dict.fromkeys(tracks, 1e6)
     placement = Placement("loop", 2)
     write_trace(folder / "trace.json", tracks, placement, microseconds=scale, machine=machine)
@@ -62,39 +62,21 @@ def test_the_rows_add_up_to_the_step(tmp_path: Path) -> None:
     assert sum(account.values()) == 10.0
 
 
-def test_the_time_from_one_step_to_the_next_is_outside_of_operations(tmp_path: Path) -> None:
-    later = [one._replace(start=one.start + 25.0, end=one.end + 25.0) for one in STEP]
-    tracks = {"measured": [*STEP, *later], "predicted": STEP}
-    scale = dict.fromkeys(tracks, 1e6)
-    write_trace(tmp_path / "trace.json", tracks, Placement("loop", 2), microseconds=scale)
-    account = account_of(steps_of(read_trace(tmp_path / "trace.json"), one_thread=True), Machine())
-    # A step takes 10 s; before the second one the ranks did something else for 15.
-    assert sum(account.values()) == pytest.approx((10.0 + 25.0) / 2)
-    assert account["outside of operations"] == pytest.approx(5.0 / 2 + 15.0 / 2)
-
-
 def test_the_shares_of_wall_time_are_those_that_a_job_shows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before the second step the ranks loaded data for 12 s of 15, and did something else for 3."""
     later = [one._replace(start=one.start + 25.0, end=one.end + 25.0) for one in STEP]
-    tracks = {"measured": [*STEP, *later], "predicted": STEP}
-    between = {
-        "data": [7.0, 12.0],
-        **{part: [0.0, 0.0] for part in BETWEEN[1:-1]},
-        "other": [0.0, 3.0],
-    }
-    write_trace(
-        tmp_path / "trace.json",
-        tracks,
-        Placement("loop", 2),
-        microseconds=dict.fromkeys(tracks, 1e6),
-        machine={"between": between},
-    )
+    between = {part: [0.0, 0.0] for part in BETWEEN} | {"data": [7.0, 12.0], "other": [0.0, 3.0]}
+    written(tmp_path, [*STEP, *later], between=between)
     assert main(["why", str(tmp_path), "--json", "-o", str(tmp_path / "why.html")]) == 0
-    shares = json.loads(capsys.readouterr().out)["shares"]
+    figures = json.loads(capsys.readouterr().out)
     expected = {"compute": 6.75, "waiting": 3.25, "data": 12.0, "other": 3.0}
-    assert shares == pytest.approx({part: expected.get(part, 0.0) / 25 for part in PARTS})
+    shares = {part: expected.get(part, 0.0) / 25 for part in PARTS}
+    assert figures["shares"] == pytest.approx(shares)
+    # A step takes 10 s; before the second one the ranks did something else for 15.
+    assert sum(figures["account"].values()) == pytest.approx((10.0 + 25.0) / 2)
+    assert figures["account"]["outside of operations"] == pytest.approx(5.0 / 2 + 15.0 / 2)
     assert main(["why", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert said.startswith("60% of the time passed between one step and the next, most of it in l")
@@ -158,31 +140,11 @@ def with_states(*states: str, **fields: object) -> JobBoard:
     return running(ranks=tuple(ranks), **fields)
 
 
-def test_the_questions_come_in_one_order() -> None:
-    spent = (1.0, 0.0, 3.0, 0.0, 0.0, 0.0, 0.0)
-    ranks = tuple(replace(rank, spent=spent) for rank in running().ranks)
-    made = running(ranks=ranks, history=of_losses([0.5]))
-    questions = ["state", "learning", "done", "speed", "time", "slow", "happened"]
-    assert [answer.question for answer in answers_of(RunRecord("job", made))] == questions
-    likely = "75.0% data: the loader is slow: give it more workers, or a faster disk; compute 25.0%"
-    assert answers(made)["time"].text.startswith(likely)
-
-
-HANGS = "hangs: no step for 20 s, where one takes 0.5 s"
-
-
 @pytest.mark.parametrize(
     ("board", "text", "kind"),
     [
         (running(), "running", "good"),
         (with_states("running", "stopped"), "stopped: rank 1", "bad"),
-        (
-            with_states("stopped", "stopped", silence=60.0),
-            "dead or cut off: nothing was heard for 1 min 0 s, since 23:59:00",
-            "bad",
-        ),
-        (with_states("running", usual_step=0.5), HANGS, "bad"),
-        (with_states("running", usual_step=9.0), "running", "good"),
         (with_states("running", usual_step=0.5, step=100), "running", "good"),
         (with_states("ended", "ended", step=100), "ended", "open"),
         (with_states("ended", "ended", step=99), "ended before its last step", "bad"),
@@ -206,9 +168,7 @@ FALLING = [2.0 - 0.01 * step for step in range(100)]
     ("losses", "text"),
     [
         (FALLING, ""),
-        ([*FALLING[:6], *[math.nan] * 4], "NaN or infinite from step 7 on"),
         ([1.0, math.inf, 1.0], "NaN or infinite at step 2"),
-        ([*FALLING, *[3.0] * 10], "diverges: its mean was down at 1.03 at step 100"),
         ([-1.0] * 10, ""),
     ],
 )
@@ -230,10 +190,12 @@ def test_what_is_known_of_learning() -> None:
 def test_a_step_is_measured_against_the_best_of_the_run() -> None:
     times = [0.5] * 20 + [0.2] * 20 + [0.5] * 20
     rows = [HistoryRow(step, {"step time": each}) for step, each in enumerate(times, 1)]
+    rows[-1] = HistoryRow(60, {"step time": 0.5, "tokens_per_second": 4096.0})
     made = running(step_time=0.5, history=History(rows))
-    slower = "0.5 s/step, 64 samples/s; 2.5 times the 0.2 s of its best stretch, at step 25"
+    rates = "0.5 s/step, 64 samples/s, 4096 tokens/s"
+    slower = f"{rates}; 2.5 times the 0.2 s of its best stretch, at step 25"
     assert answers(made)["speed"].text == slower
-    assert answers(replace(made, step_time=0.21))["speed"].text == "0.21 s/step, 64 samples/s"
+    assert answers(replace(made, step_time=0.21))["speed"].text == rates.replace("0.5", "0.21")
 
 
 def test_a_run_that_has_ended_has_nothing_left() -> None:
@@ -268,7 +230,6 @@ def test_what_happened_stands_below_with_times_the_newest_last() -> None:
     [
         ((6.0, 4.0), "compute 60.0%, waiting for peers 40.0%"),
         ((4.0, 6.0), "60.0% waiting: the stages are uneven, the micro-batches few, or a rank is"),
-        ((6.0, 1.0, 0.0, 0.0, 0.0, 3.0), "30.0% saves: save less often, or in the background;"),
     ],
 )
 def test_what_is_likely_where_much_time_goes(spent: tuple[float, ...], text: str) -> None:
@@ -276,18 +237,6 @@ def test_what_is_likely_where_much_time_goes(spent: tuple[float, ...], text: str
     said = answers(running(ranks=ranks))["time"]
     assert said.text.startswith(text)
     assert said.kind == ("bad" if ":" in text else "")
-
-
-@pytest.mark.parametrize(
-    ("figures", "text"),
-    [
-        ({"tokens_per_second": 4096.0}, "0.5 s/step, 64 samples/s, 4096 tokens/s"),
-        ({}, "0.5 s/step, 64 samples/s"),
-    ],
-)
-def test_how_fast_it_is(figures: dict[str, float], text: str) -> None:
-    made = running(history=History([HistoryRow(1, figures)]))
-    assert answers(made)["speed"].text == text
 
 
 def test_the_step_of_a_nan_is_exact_in_a_long_run() -> None:

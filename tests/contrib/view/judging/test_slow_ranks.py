@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from fleetpipe.contrib.view import Slowdown, TracedOperation, slowdown_of, steps_of
 from fleetpipe.contrib.view.slow_ranks import LIMIT, MACHINE, Notices, SlowRank, SlowRanks
+from fleetpipe.contrib.view.slowdown import Slowdown, slowdown_of
+from fleetpipe.contrib.view.trace_replay import steps_of
+from fleetpipe.contrib.view.traced_ops import TracedOperation
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.records import StepRow
 from tests.contrib.view.job_records import Slow, trace

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from fleetpipe.contrib.view import read_trace, run_folder
+from fleetpipe.contrib.view import run_folder
 from fleetpipe.contrib.view.showing.page import page
+from fleetpipe.contrib.view.traced_ops import read_trace
 from tests.ground.test_json_value import DATA, Format, checks_of, stored
 
 pytestmark = pytest.mark.once

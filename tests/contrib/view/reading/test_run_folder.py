@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -185,30 +184,6 @@ def test_a_trace_that_cannot_have_been_is_left_out(
 def test_an_attempt_that_ended_at_no_step_has_none(step: object) -> None:
     lines = [line("begin", 1, "a"), {**line("end", 1, "a", code=1), "step": step}]
     assert attempts_of(lines)[0].last_step is None
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_no_damage_keeps_the_page_from_being_written(
-    tmp_path: Path, seed: int, traced: Callable[..., None]
-) -> None:
-    rng = random.Random(seed)
-    rows = [row(step, 1 / step, acc=0.5, held_by_rank=[2, 1]) for step in range(1, 30)]
-    stages = [{"stage": 0, "rank": 0, "layers": ["Linear"], "parameters": 12}]
-    versions = {"fleetpipe": "1"}
-    folder = written(tmp_path, rows, schedule=schedule(), stages=stages, versions=versions)
-    lives = [line("begin", 1, "a"), line("end", 1, "a", code=1, culprit="x")]
-    (folder / "lives.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lives))
-    traced(folder / "trace.json")
-    for name in ("metrics.jsonl", "run.json", "lives.jsonl", "trace.json"):
-        file = folder / name
-        kind = rng.choice(["whole", "gone", "cut", "bytes"])
-        if kind == "gone" and name != "run.json":
-            file.unlink()
-        elif kind == "cut":
-            file.write_bytes(file.read_bytes()[: rng.randrange(file.stat().st_size)])
-        elif kind == "bytes":
-            file.write_bytes(rng.randbytes(200))
-    assert page(read(folder)).endswith("</html>")
 
 
 def test_a_folder_that_an_earlier_version_wrote() -> None:

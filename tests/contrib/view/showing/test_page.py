@@ -93,7 +93,8 @@ def folder(tmp_path: Path, traced: Callable[[Path], None]) -> Path:
         {"stage": stage, "rank": stage, "layers": ["Linear", "Linear", "relu"], "parameters": 750}
         for stage in (0, 1)
     ]
-    about = {"stages": stages, "versions": {"fleetpipe": "0.1"}, "config": {"model": {"width": 8}}}
+    config = {"model": {"width": 8, "data": {"rows": 9}}}
+    about = {"stages": stages, "versions": {"fleetpipe": "0.1"}, "config": config}
     written(tmp_path / "run", rows, schedule=schedule(), **about)
     (tmp_path / "run" / "trace").mkdir()
     traced(tmp_path / "run" / "trace" / "trace.json")
@@ -140,18 +141,8 @@ def test_the_figures_of_the_page_are_those_of_the_file(folder: Path) -> None:
     assert pipeline.count("B0.3 on rank 0: 20 ms") == 3
     assert pipeline.count("B0.3 on rank 0: 40 ms") == 1
     assert re.search(r"2 Linear, relu\s+750\s+50\.0%\s+2\s+2\s+1\s", parsed.sections["stages"])
-    expected = ["Configuration", "config", "model.width", "8", "versions", "fleetpipe", "0.1"]
-    assert parsed.sections["configuration"].split()[:7] == expected
-
-
-def test_settings_stand_under_headings(tmp_path: Path) -> None:
-    config = {"train": {"epochs": 3, "data": {"rows": 9}}, "seed": 1}
-    training = {"epochs": 3, "micro_batches": 4, "metrics": []}
-    written(tmp_path, [row(1, 2.0)], config=config, training=training, layout={"pp": 2})
-    assert Parsed(page(read(tmp_path))).sections["configuration"].split() == [
-        *("Configuration", "config", "train.epochs", "3", "train.data.rows", "9", "seed", "1"),
-        *("training", "epochs", "3", "micro_batches", "4", "layout", "pp", "2"),
-    ]
+    expected = "Configuration config model.width 8 model.data.rows 9 versions fleetpipe 0.1"
+    assert " ".join(parsed.sections["configuration"].split()).startswith(expected)
 
 
 def test_the_hash_is_that_of_the_newest_checkpoint(folder: Path) -> None:
@@ -159,15 +150,9 @@ def test_the_hash_is_that_of_the_newest_checkpoint(folder: Path) -> None:
         weight = Entry("model", Described("float32", (0,)), (WrittenPart(None, 0),), f"{step:064x}")
         home = folder / "checkpoints" / f"step-{step:08d}"
         home.mkdir(parents=True)
-        contents = Manifest(
-            *(
-                step,
-                {"model": FileSummary(0, 0)},
-                {TensorName(MODEL, "0.weight"): weight},
-                ("0.weight",),
-            ),
-            *(None, {}, {}, {}),
-        )
+        tensors = {TensorName(MODEL, "0.weight"): weight}
+        files = {"model": FileSummary(0, 0)}
+        contents = Manifest(step, files, tensors, ("0.weight",), None, {}, {}, {})
         (home / "manifest.json").write_text(contents.to_text())
     answer = f"hash\n{contents.model_hash[:12]}, of step 30\n"
     assert answer in Parsed(page(read(folder))).sections["head"]
@@ -188,15 +173,6 @@ def test_figures_of_many_ranks_are_summed_up(tmp_path: Path) -> None:
     assert "gradient norm" in parsed.sections["curves"]
     # Elapsed time counts from the first row.
     assert busy[0]["times"] == [0, 1, 2]
-
-
-def test_it_loads_nothing_and_runs_one_script(folder: Path) -> None:
-    text = page(read(folder))
-    parsed = Parsed(text)
-    assert parsed.names == []
-    assert parsed.scripts == 1
-    assert "default-src 'none'" in text
-    assert not re.search(r"url\(|@import|https?:", text)
 
 
 def test_the_folder_of_a_trace_alone_has_a_page(
@@ -226,19 +202,13 @@ def test_whatever_a_run_says_is_text(tmp_path: Path) -> None:
     text = page(read(folder))
     parsed = Parsed(text)
     assert EVIL not in text
-    assert parsed.scripts == 1
+    assert (parsed.names, parsed.scripts) == ([], 1)
+    assert "default-src 'none'" in text
+    assert not re.search(r"url\(|@import|https?:", text)
     assert "<b>run" in parsed.sections["head"]
     # As a tile, the titles of a chart, a column, settings, and the end of a life.
-    for section in (
-        "head",
-        "curves",
-        "evaluations",
-        "pipeline",
-        "stages",
-        "attempts",
-        "configuration",
-    ):
-        assert EVIL in parsed.sections[section], section
+    expected = ["head", "curves", "evaluations", "pipeline", "stages", "attempts", "configuration"]
+    assert [section for section in expected if EVIL not in parsed.sections[section]] == []
 
 
 def test_a_name_with_quotes_stays_within_its_attribute(tmp_path: Path) -> None:
@@ -321,8 +291,6 @@ def test_the_command_needs_no_paddle(folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "page.html"
     done = without_paddle(
         f"""
-from fleetpipe.checkpoint.contents.parts import MODEL, TensorName
-from fleetpipe.checkpoint.files.manifest import Entry, FileSummary, Manifest, WrittenPart
 from fleetpipe.cli import main
 assert main(["report", {str(folder)!r}, "-o", {str(target)!r}]) == 0
 assert not any(name.startswith("paddle") for name in sys.modules)
@@ -331,13 +299,6 @@ assert not any(name.startswith("paddle") for name in sys.modules)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{target}: ")
     assert Parsed(target.read_text()).open == []
-
-
-def test_a_page_in_no_folder_is_refused(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["report", str(folder), "-o", str(tmp_path / "nowhere" / "page.html")]) == 2
-    assert "there is no folder" in capsys.readouterr().err
 
 
 def run(folder: Path, factor: float, name: str, **figures: Any) -> Path:
