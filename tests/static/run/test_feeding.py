@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -32,6 +33,7 @@ from tests.static.networks import (
     strategy_of,
     unsplit,
 )
+from tests.static.run.test_training import momentum
 
 
 @contextmanager
@@ -67,42 +69,45 @@ def test_mean_last_and_all_of_the_micro_batches() -> None:
 
 
 def test_names_parameters_and_tensors_can_be_fetched() -> None:
+    first, second = batches(2)
     with running() as (exe, fetches):
         (name, *_) = pipeline_of().parameters
-        before = exe.run(feed=batches(1)[0], fetch_list=[name])[0]
-        after, loss = exe.run(feed=batches(2)[1], fetch_list=[name, fetches[0]])
+        before = exe.run(feed=first, fetch_list=[name])[0]
+        assert pipeline_of().peak_held == {0: 2, 1: 1}
+        after, loss = exe.run(feed=second, fetch_list=[name, fetches[0]])
         assert not np.array_equal(before, after)
-        tensor = exe.run(feed=batches(1)[0], fetch_list=fetches[0], return_numpy=False)[0]
+        compiled = pipeline_of()._compiled
+        tensor = exe.run(feed=first, fetch_list=fetches[0], return_numpy=False)[0]
         assert isinstance(tensor, paddle.Tensor)
         assert loss.dtype == "float32"
-        assert exe.run(feed=batches(1)[0]) == []
-        nested = exe.run(feed=batches(1)[0], fetch_list=[[fetches[0], (fetches[1],)], name])
+        assert exe.run(feed=first) == []
+        assert pipeline_of()._compiled is compiled, "steps after the first compile nothing"
+        nested = exe.run(feed=first, fetch_list=[[fetches[0], (fetches[1],)], name])
         assert [value.shape for value in nested] == [(), (8, 4), before.shape]
+        for name, words in (("nothing", "had no such value"), ("x", "fed or constant")):
+            with pytest.raises(ConfigError, match=words):
+                exe.run(feed=first, fetch_list=[name])
+        for foreign in (3, np.zeros(2), None):
+            with pytest.raises(UsageError, match="only values of the program can be fetched"):
+                exe.run(feed=first, fetch_list=[foreign, fetches[0]])
+        startup, names = paddle.static.default_startup_program(), [*state_dict()]
+        values = exe.run(startup, fetch_list=names)
+        assert_same(dict(zip(names, values)), state_dict())
 
 
 def test_a_value_that_is_fetched_later_changes_no_bit() -> None:
     feeds = batches(3)
-    with running() as (exe, fetches):
-        expected = [exe.run(feed=feed, fetch_list=list(fetches))[0] for feed in feeds]
+    expected = losses_of(feeds)
     with running() as (exe, fetches):
         got = [exe.run(feed=feeds[0], fetch_list=[fetches[0]])[0]]
         got += [exe.run(feed=feed, fetch_list=list(fetches))[0] for feed in feeds[1:]]
     assert got == expected
 
 
-def test_steps_after_the_first_compile_nothing() -> None:
+def losses_of(feeds: list[Any]) -> list[Any]:
+    """The losses of a pipeline that is fed these mini-batches."""
     with running() as (exe, fetches):
-        exe.run(feed=batches(1)[0], fetch_list=[fetches[0]])
-        compiled = pipeline_of()._compiled
-        exe.run(feed=batches(1)[0], fetch_list=[fetches[0]])
-        exe.run(feed=batches(1)[0])
-        assert pipeline_of()._compiled is compiled
-
-
-def test_no_more_is_held_than_the_plan_says() -> None:
-    with running() as (exe, _):
-        exe.run(feed=batches(1)[0])
-        assert pipeline_of().peak_held == {0: 2, 1: 1}
+        return [exe.run(feed=feed, fetch_list=[fetches[0]])[0] for feed in feeds]
 
 
 def test_constants_and_fixed_rows_are_fed() -> None:
@@ -122,30 +127,23 @@ def test_constants_and_fixed_rows_are_fed() -> None:
     assert half != whole
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        (lambda feed: {"x": feed["x"]}, ConfigError, "need 'y', which was not fed"),
-        (lambda feed: {**feed, "x": feed["x"][:6]}, ConfigError, "8, 6"),
-        (lambda feed: {**feed, "x": feed["x"].astype("float64")}, UsageError, "another dtype"),
-        (
-            lambda feed: {**feed, "x": feed["x"][:, :3]},
-            ConfigError,
-            "accumulate_steps x micro_batch_size",
-        ),
-        (lambda feed: [feed, feed], UsageError, "must be a dict"),
-        (lambda feed: None, ConfigError, "a feed of nothing"),
-        (
-            lambda feed: {**feed, "y": "seven"},
-            UsageError,
-            "'y' is no array of numbers(?s:.*)got: str",
-        ),
-        (lambda feed: {**feed, "x": [[1.0], [1.0, 2.0]]}, UsageError, "'x' is no array of numbers"),
-    ],
-)
-def test_a_feed_that_does_not_fit(change: Any, error: type[Exception], words: str) -> None:
-    with running() as (exe, _), pytest.raises(error, match=words):
-        exe.run(feed=change(batches(1)[0]))
+UNFIT: list[tuple[Any, type[Exception], str]] = [
+    (lambda feed: {"x": feed["x"]}, ConfigError, "need 'y', which was not fed"),
+    (lambda feed: {**feed, "x": feed["x"][:6]}, ConfigError, "8, 6"),
+    (lambda feed: {**feed, "x": feed["x"].astype("float64")}, UsageError, "another dtype"),
+    (lambda feed: {**feed, "x": feed["x"][:, :3]}, ConfigError, "accumulate_steps x micro_batch_"),
+    (lambda feed: [feed, feed], UsageError, "must be a dict"),
+    (lambda feed: None, ConfigError, "a feed of nothing"),
+    (lambda feed: {**feed, "y": "seven"}, UsageError, "'y' is no array of numbers(?s:.*)got: str"),
+    (lambda feed: {**feed, "x": [[1.0], [1.0, 2.0]]}, UsageError, "'x' is no array of numbers"),
+]
+
+
+def test_feeds_that_do_not_fit() -> None:
+    with running() as (exe, _):
+        for change, error, words in UNFIT:
+            with pytest.raises(error, match=words):
+                exe.run(feed=change(batches(1)[0]))
 
 
 def test_labels_of_one_micro_batch_are_not_those_of_each() -> None:
@@ -163,50 +161,20 @@ def test_labels_of_one_micro_batch_are_not_those_of_each() -> None:
             exe.run(feed={**feed, "y": feed["y"][:ROWS]})
 
 
-def test_what_cannot_be_fetched() -> None:
-    with running() as (exe, fetches):
-        with pytest.raises(ConfigError, match="had no such value"):
-            exe.run(feed=batches(1)[0], fetch_list=["nothing"])
-        with pytest.raises(ConfigError, match="fed or constant"):
-            exe.run(feed=batches(1)[0], fetch_list=["x"])
-        for foreign in (3, np.zeros(2), None):
-            with pytest.raises(UsageError, match="only values of the program can be fetched"):
-                exe.run(feed=batches(1)[0], fetch_list=[foreign, fetches[0]])
-
-
-def test_the_startup_program_returns_what_is_fetched() -> None:
-    with running() as (exe, _):
-        startup = paddle.static.default_startup_program()
-        weights = state_dict()
-        values = exe.run(startup, fetch_list=[*weights])
-        weights = state_dict()
-        assert [value.shape for value in values] == [value.shape for value in weights.values()]
-        assert all(map(np.array_equal, values, weights.values()))
-
-
-def test_the_startup_program_runs_after_minimize() -> None:
-    with static_mode():
-        strategy = strategy_of()
-        with begun(strategy):
-            fetches = mlp(2)()
-            exe = executor_of()
-            optimizer = paddle.optimizer.Adam(0.1)
-            fleet.distributed_optimizer(optimizer, strategy).minimize(fetches[0])
-            words = "the optimizer's variable(?s:.*)after minimize"
-            with pytest.raises(ConfigError, match=words):
-                exe.run(feed=batches(1)[0])
-
-
-def test_the_startup_program_comes_first() -> None:
-    with static_mode():
-        strategy = strategy_of()
-        with begun(strategy):
-            fetches = mlp(2)()
-            optimizer = paddle.optimizer.SGD(0.1)
-            fleet.distributed_optimizer(optimizer, strategy).minimize(fetches[0])
-            exe = paddle.static.Executor(paddle.CPUPlace())
-            with pytest.raises(ConfigError, match="startup program"):
-                exe.run(feed=batches(1)[0])
+@pytest.mark.parametrize(
+    ("started", "optimizer", "words"),
+    [(False, "SGD", "startup program"), (True, "Adam", "optimizer's variable(?s:.*)after min")],
+)
+def test_the_startup_program_runs_after_minimize_and_first(
+    started: bool, optimizer: str, words: str
+) -> None:
+    with static_mode(), begun(strategy_of()):
+        loss = mlp(2)()[0]
+        exe = executor_of() if started else paddle.static.Executor(paddle.CPUPlace())
+        wrapped = fleet.distributed_optimizer(getattr(paddle.optimizer, optimizer)(), strategy_of())
+        wrapped.minimize(loss)
+        with pytest.raises(ConfigError, match=words):
+            exe.run(feed=batches(1)[0])
 
 
 def until_the_end(exe: Any, loss: Any) -> list[Any]:
@@ -232,13 +200,11 @@ def losses_of_two_passes(exe: Any, loss: Any, loader: Any) -> list[Any]:
 def test_an_iterator_gives_a_group_of_micro_batches_to_each_run() -> None:
     feeds = batches(2)
     with running() as (exe, fetches):
-        expected = [exe.run(feed=feed, fetch_list=[fetches[0]])[0] for feed in feeds]
-    with running() as (exe, fetches):
         items = (one for feed in feeds for one in micro_batches(feed))
         got = [exe.run(feed=items, fetch_list=[fetches[0]])[0] for _ in feeds]
         with pytest.raises(EOFException):
             exe.run(feed=items, fetch_list=[fetches[0]])
-    assert got == expected
+    assert got == losses_of(feeds)
 
 
 def test_micro_batches_of_an_iterator_that_do_not_fit_together() -> None:
@@ -258,13 +224,8 @@ def test_a_loader_feeds_its_program_and_drops_an_incomplete_group() -> None:
     feeds = batches(2)
 
     def samples() -> Iterator[Any]:
-        taken = 0
-        for feed in [*feeds, *batches(1)]:
-            for row, label in zip(feed["x"], feed["y"]):
-                taken += 1
-                yield row, int(label[0])
-                if taken == 20:
-                    return
+        rows = ((row, int(y[0])) for feed in [*feeds, *feeds] for row, y in zip(*feed.values()))
+        return itertools.islice(rows, 20)
 
     def build() -> Any:
         fetches = mlp(2)()
@@ -273,8 +234,7 @@ def test_a_loader_feeds_its_program_and_drops_an_incomplete_group() -> None:
         loader.set_sample_generator(samples, batch_size=ROWS)
         return [*fetches, loader]
 
-    with running() as (exe, fetches):
-        expected = [exe.run(feed=feed, fetch_list=[fetches[0]])[0] for feed in [*feeds, *feeds]]
+    expected = losses_of([*feeds, *feeds])
     with running(build) as (exe, (loss, _, loader)):
         assert losses_of_two_passes(exe, loss, loader) == expected
         with pytest.raises(StateError, match="was not started"):
@@ -313,42 +273,11 @@ def test_paddles_own_loader_feeds_its_program() -> None:
                 yield part["x"], part["y"]
         yield feeds[2]["x"][:ROWS], feeds[2]["y"][:ROWS]
 
-    with running() as (exe, fetches):
-        expected = [exe.run(feed=feed, fetch_list=[fetches[0]])[0] for feed in feeds[:2] * 2]
+    expected = losses_of(feeds[:2] * 2)
     with running(build) as (exe, (loss, _, loader)):
         loader.set_batch_generator(parts, places=paddle.CPUPlace())
         assert losses_of_two_passes(exe, loss, loader) == expected
         exe.run(feed=feeds[0], fetch_list=[loss])
-
-
-def test_an_iterable_loader_of_paddles_gives_its_epoch_once() -> None:
-    feeds = batches(2)
-
-    class Rows(paddle.io.Dataset):
-        def __len__(self) -> int:
-            return 2 * MICRO_BATCHES * ROWS - 1
-
-        def __getitem__(self, index: int) -> Any:
-            feed = feeds[index // 8]
-            return feed["x"][index % 8], feed["y"][index % 8]
-
-    def build() -> Any:
-        fetches = mlp(2)()
-        values = paddle.static.default_main_program().list_vars()
-        named = {value.name: value for value in values if getattr(value, "has_name", True)}
-        return [*fetches, [named["x"], named["y"]]]
-
-    with running() as (exe, fetches):
-        expected = [exe.run(feed=feeds[0], fetch_list=[fetches[0]])[0]]
-    with running(build) as (exe, (loss, _, inputs)):
-        loader = paddle.io.DataLoader(
-            Rows(), feed_list=inputs, return_list=False, batch_size=ROWS, places=[paddle.CPUPlace()]
-        )
-        items = iter(loader)
-        got = [exe.run(feed=items, fetch_list=[loss])[0]]
-        with pytest.raises(EOFException):
-            exe.run(feed=items, fetch_list=[loss])
-    assert got == expected
 
 
 def test_one_row_of_a_micro_batch_is_no_mean() -> None:
@@ -363,10 +292,6 @@ def test_one_row_of_a_micro_batch_is_no_mean() -> None:
     feed = {name: array[:MICRO_BATCHES] for name, array in batches(1)[0].items()}
     results, _ = pipelined(build, lambda: paddle.optimizer.SGD(0.1), [feed], strategy)
     assert [result.shape for result in results[0]] == [(), (MICRO_BATCHES,)]
-
-
-def momentum() -> Any:
-    return paddle.optimizer.Momentum(0.1, 0.9)
 
 
 def test_pipelines_train_in_turns_in_one_scope() -> None:

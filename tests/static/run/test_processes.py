@@ -19,6 +19,7 @@ from fleetpipe.static import full_state_dict, state_dict
 from tests.fixtures import Call, Launch
 from tests.launching import Finished, JobFailed
 from tests.static.networks import MICRO_BATCHES, batches, executor_of, mlp, strategy_of, unsplit
+from tests.static.run.test_training import momentum
 
 
 def trained(
@@ -101,10 +102,6 @@ def test_two_replicas_of_two_ranks_train_on_the_whole_batch(on_ranks: Call) -> N
     assert ranks[0]["state"] == ranks[2]["state"]
     assert ranks[1]["state"] == ranks[3]["state"]
     means = np.mean([ranks[1]["losses"], ranks[3]["losses"]], axis=0)
-
-    def momentum() -> Any:
-        return paddle.optimizer.Momentum(0.1, 0.9)
-
     losses, state = unsplit(mlp(2), momentum, batches(3, 8), micro_batches=8)
     np.testing.assert_allclose(means, losses, rtol=0, atol=1e-6)
     found = union(ranks)
@@ -189,22 +186,10 @@ def test_a_rank_that_dies_ends_the_other(on_ranks: Call) -> None:
 OLDER = """
     import os
     os.environ["FLAGS_enable_pir_api"] = "0"
-    import paddle
-    from paddle import nn
-    from paddle.static import device_guard
-    from tests.static.networks import CLASSES, FEATURES, strategy_of
-    from tests.static.run.test_training import compare, momentum
+    from tests.static.networks import strategy_of
+    from tests.static.run.test_training import compare, momentum, skip3
 
-    def build():
-        with device_guard("gpu:0"):
-            x = paddle.static.data("x", [-1, FEATURES])
-            first = nn.functional.relu(nn.Linear(FEATURES, 8)(x))
-        with device_guard("gpu:1"):
-            y = paddle.static.data("y", [-1, 1], "int64")
-            second = nn.functional.relu(nn.Linear(8, 8)(first)) + first
-            return [nn.functional.cross_entropy(nn.Linear(8, CLASSES)(second), y)]
-
-    compare(build, momentum, strategy_of())
+    compare(skip3, momentum, strategy_of())
 """
 
 

@@ -14,7 +14,6 @@ import numpy as np
 import paddle
 import pytest
 from paddle import nn
-from paddle.static import device_guard
 
 from fleetpipe import fleet, static
 from fleetpipe.errors import CheckpointError, ConfigError
@@ -25,8 +24,6 @@ from fleetpipe.static.entry import patches
 from fleetpipe.static.entry.patches import SERVED, SERVED_METHODS
 from tests.fixtures import Call
 from tests.static.networks import (
-    CLASSES,
-    FEATURES,
     assert_same,
     batches,
     executor_of,
@@ -49,52 +46,68 @@ def train(exe: Any, loss: Any, feeds: list[Any]) -> list[Any]:
     return [exe.run(feed=feed, fetch_list=[loss])[0] for feed in feeds]
 
 
-def test_what_is_saved_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    feeds = batches(4)
+def test_a_pipeline_goes_on_from_what_was_saved(tmp_path: Path) -> None:
+    feeds, prefix = batches(4), tmp_path / "folder" / "half"
     with static_mode():
         exe, (loss, _) = started()
-        expected = train(exe, loss, feeds[:2])
-        path = static.save(tmp_path / "half")
-        expected += train(exe, loss, feeds[2:])
-    assert path == tmp_path / "half.pdparams"
+        train(exe, loss, feeds[:2])
+        saved = state_dict()
+        assert static.save(tmp_path / "ours") == tmp_path / "ours.pdparams"
+        paddle.static.save(paddle.static.default_main_program(), prefix)
+        expected = train(exe, loss, feeds[2:])
     with static_mode():
         exe, (loss, _) = started(seed=8)
-        static.load(tmp_path / "half")
-        assert train(exe, loss, feeds[2:]) == expected[2:]
-        with pytest.raises(CheckpointError, match="there is no"):
-            static.load(tmp_path / "other")
+        main, file = paddle.static.default_main_program(), prefix.with_suffix(".pdparams")
+        for load in (lambda: static.load(tmp_path / "ours"), lambda: stock_load(main, file, exe)):
+            load()
+            assert train(exe, loss, feeds[2:]) == expected
+    assert_same(paddle.load(str(file), return_numpy=True), saved)
+    assert any("moment" in name for name in paddle.load(f"{prefix}.pdopt"))
 
 
-def test_a_file_of_which_something_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+def stock_load(*arguments: Any) -> None:
+    paddle.static.load(*arguments)
+
+
+def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     with static_mode():
         exe, (loss, _) = started()
+        main = paddle.static.default_main_program()
         train(exe, loss, batches(2))
+
+        def refused(words: str, call: Callable[..., object], *arguments: Any) -> None:
+            with pytest.raises(CheckpointError, match=words):
+                call(*arguments)
+
+        refused("there is no", static.load, tmp_path / "half")
+        refused("save and load on as many ranks", paddle.static.load, main, tmp_path / "half")
+        refused("there is no state at", paddle.static.load_program_state, str(tmp_path / "half"))
         path = static.save(tmp_path / "half")
-        contents = {file: arrays(file) for file in (path, path.with_suffix(".pdopt"))}
         train(exe, loss, batches(1))
         expected = static.full_state_dict()
-        for file, whole in contents.items():
+        for file in (path, path.with_suffix(".pdopt")):
+            content, whole = file.read_bytes(), arrays(file)
             name = next(name for name in sorted(whole, reverse=True) if whole[name].ndim == 2)
-            paddle.save({**whole, name: whole[name].astype("float64")}, str(file))
-            with pytest.raises(CheckpointError, match=rf"'{name}' does not[\s\S]*{file.name}"):
-                static.load(tmp_path / "half")
-            paddle.save(whole, str(file))
-        for damaged in (b"", b"PK\x03\x04", path.read_bytes()[:-500]):
-            path.write_bytes(damaged)
-            with pytest.raises(CheckpointError, match=r"half.pdparams is not what paddle.save"):
-                static.load(tmp_path / "half")
+            other = pickle.dumps({**whole, name: whole[name].astype("float64")})
+            for damaged, words in [
+                (other, rf"'{name}' does not[\s\S]*{file.name}"),
+                (pickle.dumps({"nothing": np.zeros(1)}), f"{file.name} has no"),
+                (pickle.dumps({"os": os.system}), "the name 'posix.system'"),
+                *(
+                    (bad, f"{file.name} is not what")
+                    for bad in (b"", b"PK\x03\x04", content[:-500])
+                ),
+            ]:
+                file.write_bytes(damaged)
+                refused(words, paddle.static.load, main, str(tmp_path / "half"))
+            file.write_bytes(content)
+        name, *others = expected
+        refused("the state has no", static.load_state_dict, {n: expected[n] for n in others})
+        wrong = {**expected, name: expected[name][:1]}
+        refused("does not fit", static.load_state_dict, wrong)
+        for state in ({}, {"0.weight": np.ones(8, "float32")}):
+            refused("no name of the program", paddle.static.set_program_state, main, state)
         assert_same(static.full_state_dict(), expected)
-
-
-def test_a_state_dict_that_does_not_fit() -> None:
-    with static_mode():
-        started()
-        state = static.full_state_dict()
-        name = next(iter(state))
-        with pytest.raises(CheckpointError, match="the state has no"):
-            static.load_state_dict({k: v for k, v in state.items() if k != name})
-        with pytest.raises(CheckpointError, match="does not fit"):
-            static.load_state_dict({**state, name: state[name][:1]})
 
 
 def test_the_whole_network_is_exported_as_one_program(tmp_path: Path) -> None:
@@ -125,96 +138,6 @@ def evaluated(state: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
         mean, variance, scale, shift = (state[f"{norm}.{p}"] for p in ("w_1", "w_2", "w_0", "b_0"))
         x = (x - mean) / np.sqrt(variance + 1e-5) * scale + shift
     return x @ state[f"{layers[2]}.w_0"] + state[f"{layers[2]}.b_0"]
-
-
-def linear(name: str, width: int, out: int) -> Any:
-    weight, bias = (paddle.ParamAttr(name=f"{name}.{part}") for part in ("weight", "bias"))
-    return nn.Linear(width, out, weight_attr=weight, bias_attr=bias)
-
-
-def layers() -> list[Any]:
-    return [linear("a", FEATURES, 8), linear("b", 8, 8), linear("c", 8, CLASSES)]
-
-
-def in_two_stages() -> Any:
-    first, second, last = layers()
-    with device_guard("gpu:0"):
-        hidden = paddle.tanh(first(paddle.static.data("x", [-1, FEATURES])))
-    with device_guard("gpu:1"):
-        label = paddle.static.data("y", [-1, 1], "int64")
-        return nn.functional.cross_entropy(last(paddle.tanh(second(hidden))), label)
-
-
-def test_a_dynamic_model_and_the_pipeline_have_the_same_losses() -> None:
-    feeds = batches(5)
-    first, second, last = layers()
-    model = nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), last)
-    optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
-    state = {parameter.name: parameter.numpy() for parameter in model.parameters()}
-    expected = []
-    for feed in feeds:
-        losses = []
-        for part in range(4):
-            rows = slice(part * 2, part * 2 + 2)
-            x, y = (paddle.to_tensor(feed[name][rows]) for name in "xy")
-            loss = nn.functional.cross_entropy(model(x), y) / 4
-            loss.backward()
-            losses.append(loss.numpy())
-        optimizer.step()
-        optimizer.clear_grad()
-        expected.append(np.sum(losses, axis=0, dtype="float32"))
-    with static_mode():
-        paddle.seed(1)
-        fleet.init(is_collective=True, strategy=strategy_of())
-        loss = in_two_stages()
-        exe = executor_of(loss, strategy_of())
-        static.load_state_dict(state)
-        assert train(exe, loss, feeds) == expected
-        trained = static.full_state_dict()
-    for parameter in model.parameters():
-        np.testing.assert_array_equal(parameter.numpy(), trained[parameter.name])
-
-
-def test_a_pipeline_goes_on_from_what_paddle_saved(tmp_path: Path) -> None:
-    feeds = batches(4)
-    path = str(tmp_path / "folder" / "half")
-    with static_mode():
-        exe, (loss, _) = started()
-        train(exe, loss, feeds[:2])
-        saved = state_dict()
-        paddle.static.save(paddle.static.default_main_program(), Path(path))
-        expected = train(exe, loss, feeds[2:])
-    with static_mode():
-        exe, (loss, _) = started(seed=8)
-        paddle.static.load(paddle.static.default_main_program(), Path(f"{path}.pdparams"), exe)
-        assert train(exe, loss, feeds[2:]) == expected
-    parameters = paddle.load(f"{path}.pdparams", return_numpy=True)
-    assert sorted(parameters) == sorted(saved)
-    for name, value in saved.items():
-        np.testing.assert_array_equal(parameters[name], value)
-    assert any("moment" in name for name in paddle.load(f"{path}.pdopt"))
-
-
-def test_what_is_not_there_or_of_another_optimizer(tmp_path: Path) -> None:
-    path = str(tmp_path / "half")
-    with static_mode():
-        exe, (loss, _) = started()
-        main = paddle.static.default_main_program()
-        with pytest.raises(CheckpointError, match="save and load on as many ranks"):
-            paddle.static.load(main, path)
-        paddle.static.save(main, path)
-        train(exe, loss, batches(1))
-        expected = state_dict()
-        state = Path(f"{path}.pdopt")
-        for contents, message in [
-            (pickle.dumps({"nothing": np.zeros(1)}), "half.pdopt has no"),
-            (state.read_bytes()[:-100], "half.pdopt is not what paddle.save writes"),
-            (pickle.dumps({"os": os.system}), "the name 'posix.system'"),
-        ]:
-            state.write_bytes(contents)
-            with pytest.raises(CheckpointError, match=message):
-                paddle.static.load(main, path)
-        assert_same(state_dict(), expected)
 
 
 def test_other_programs_are_saved_and_loaded_as_before(tmp_path: Path) -> None:
@@ -285,49 +208,29 @@ def test_a_programs_state_has_that_of_the_optimizer_and_goes_on() -> None:
         assert state_dict()["linear_0.b_0"].tolist() == [1.0] * 8
 
 
-def test_a_state_without_a_name_of_the_program_is_refused(tmp_path: Path) -> None:
-    with static_mode():
-        started()
-        main = paddle.static.default_main_program()
-        for state in ({}, {"0.weight": np.ones(8, "float32")}):
-            with pytest.raises(CheckpointError, match="no name of the program"):
-                paddle.static.set_program_state(main, state)
-        with pytest.raises(CheckpointError, match="there is no state at"):
-            paddle.static.load_program_state(str(tmp_path / "nothing"))
-
-
-WHOLE: list[tuple[str, Callable[[Any, Any], object]]] = [
-    ("save_vars", lambda exe, main: paddle.static.save_vars(exe, "folder", main)),
-    ("load_vars", lambda exe, main: paddle.static.load_vars(exe, "folder", main_program=main)),
-    (
-        "save_persistables",
-        lambda exe, main: paddle.distributed.io.save_persistables(exe, "folder", main),
+WHOLE: dict[str, Callable[[Any, Any], object]] = {
+    "save_vars": lambda exe, main: paddle.static.save_vars(exe, "folder", main),
+    "load_vars": lambda exe, main: paddle.static.load_vars(exe, "folder", main_program=main),
+    "save_persistables": lambda exe, main: paddle.distributed.io.save_persistables(
+        exe, "folder", main
     ),
-    (
-        "fleet.save_persistables",
-        lambda exe, main: fleet.save_persistables(exe, "folder", main),
-    ),
-    ("ModelAverage", lambda exe, main: paddle.incubate.ModelAverage(0.15)),
-    ("ExponentialMovingAverage", lambda exe, main: paddle.static.ExponentialMovingAverage(0.9)),
-]
+    "fleet.save_persistables": lambda exe, main: fleet.save_persistables(exe, "folder", main),
+    "ModelAverage": lambda exe, main: paddle.incubate.ModelAverage(0.15),
+    "ExponentialMovingAverage": lambda exe, main: paddle.static.ExponentialMovingAverage(0.9),
+}
 
 
-@pytest.mark.parametrize(("name", "call"), WHOLE, ids=[name for name, _ in WHOLE])
-def test_what_takes_a_whole_program_is_refused_by_name(
-    name: str, call: Callable[[Any, Any], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_takes_a_whole_program_is_refused_unless_the_script_names_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with static_mode():
         exe, _ = started()
-        with pytest.raises(ConfigError, match=name):
-            call(exe, paddle.static.default_main_program())
-        assert not (tmp_path / "folder").exists()
-
-
-def test_variables_that_the_script_names_are_saved(tmp_path: Path) -> None:
-    with static_mode():
-        exe, _ = started()
         main = paddle.static.default_main_program()
+        for name, call in WHOLE.items():
+            with pytest.raises(ConfigError, match=name):
+                call(exe, main)
+        assert not list(tmp_path.iterdir())
         wanted = [p for p in main.global_block().all_parameters() if p.name == "linear_0.b_0"]
         paddle.static.save_vars(exe, str(tmp_path), main, vars=wanted)
         assert [path.name for path in tmp_path.iterdir()] == ["linear_0.b_0"]
