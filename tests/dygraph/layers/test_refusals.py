@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,8 @@ def linear(taken: int = 6, given: int = 6) -> nn.Layer:
     return nn.Linear(taken, given)
 
 
-class Twice(nn.Layer):
-    """Returns a tuple."""
-
-    def forward(self, x: Any) -> Any:
-        return x, x
+def twice(x: Any) -> Any:
+    return x, x
 
 
 class Sum(nn.Layer):
@@ -36,12 +32,13 @@ class Sum(nn.Layer):
         return x + y
 
 
-class SumOfThree(nn.Layer):
-    """Takes a tuple of three."""
+def sum_of_three(args: Any) -> Any:
+    x, y, z = args
+    return x + y + z
 
-    def forward(self, args: Any) -> Any:
-        x, y, z = args
-        return x + y + z
+
+def doubled(x: Any) -> Any:
+    return x.scale(2.0)
 
 
 class Added(nn.Layer):
@@ -64,11 +61,6 @@ class Block(nn.Layer):
 
     def forward(self, x: Any) -> Any:
         return self.inner(x)
-
-
-class Doubled(nn.Layer):
-    def forward(self, x: Any) -> Any:
-        return x.scale(2.0)
 
 
 def refusal(layers: list[Any], schedule: str = "1F1B", **options: Any) -> str:
@@ -104,26 +96,27 @@ def test_a_layer_that_the_device_has_no_kernel_for_is_no_matter_of_a_border() ->
     assert "BatchNorm1D" in told
 
 
-@pytest.mark.parametrize("number", range(1, 6))
+@pytest.mark.parametrize("number", [2, 3])
 @pytest.mark.parametrize(
     ("giver", "taker", "advice"),
     [
-        (Twice, linear, "have layer {} return one Tensor"),
-        (Twice, lambda: nn.functional.relu, "have layer {} return one Tensor"),
-        (Twice, Doubled, "have layer {} return one Tensor"),
-        (Twice, Sum, "here a tuple: write forward(self, args)"),
-        (linear, Sum, "have layer {} return a tuple"),
-        (linear, SumOfThree, "have layer {} return a tuple"),
-        (linear, Added, "change layer {}"),
+        (twice, nn.Linear(6, 6), "have layer {} return one Tensor"),
+        (twice, nn.functional.relu, "have layer {} return one Tensor"),
+        (twice, doubled, "have layer {} return one Tensor"),
+        (twice, Sum(), "here a tuple: write forward(self, args)"),
+        (nn.Linear(6, 6), Sum(), "have layer {} return a tuple"),
+        (nn.Linear(6, 6), sum_of_three, "have layer {} return a tuple"),
+        (nn.Linear(6, 6), Added(), "change layer {}"),
     ],
 )
 def test_a_value_of_another_form_names_the_layer_wherever_it_is(
-    giver: Callable[[], Any], taker: Callable[[], Any], advice: str, number: int
+    giver: Any, taker: Any, advice: str, number: int
 ) -> None:
-    if giver is Twice and taker not in (Doubled, Sum) and paddle.__version__ < "3":
+    operation = isinstance(taker, nn.Linear) or taker is nn.functional.relu
+    if giver is twice and operation and paddle.__version__ < "3":
         pytest.skip("of a tuple Paddle 2.6.2's operations take the first and say nothing")
     layers: list[Any] = [linear() for _ in range(6)]
-    layers[number - 1 : number + 1] = [giver(), taker()]
+    layers[number - 1 : number + 1] = [giver, taker]
     message = refusal(layers)
     assert message.startswith(f"layer {number} (")
     assert f") cannot take what layer {number - 1} returned\n" in message

@@ -11,14 +11,13 @@ import pytest
 from paddle import nn
 from paddle.distributed.fleet import meta_parallel as stock
 
-from fleetpipe import parity
 from fleetpipe.dygraph.layers.entries import Blueprints, build_without_memory
 from fleetpipe.dygraph.layers.tied import find_shared_layers
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
 from tests.dygraph import models
 from tests.dygraph.models import MODELS, WIDTH
-from tests.pipelines import adam, bits, job, model_in_job, pipeline, sgd
+from tests.pipelines import bits, job, model_in_job, pipeline, sgd
 
 IS_LIST = hasattr(stock, "LocalSharedLayerDesc")
 
@@ -192,15 +191,6 @@ def test_the_weights_of_a_sublayer_are_shared_by_name(named: dict[str, bool]) ->
             assert float((ours - theirs).abs().max()) < 1e-6
 
 
-def test_a_sublayer_shares_no_more_than_the_first_entry_has() -> None:
-    entries = [
-        SharedLayerDesc("body", nn.Linear, None, "weight", WIDTH, WIDTH),
-        SharedLayerDesc("body", Deeper, None, ["weight", "weights"]),
-    ]
-    with pytest.raises(ConfigError, match="its first entry does not"):
-        found(entries)
-
-
 def test_the_pivot_may_stand_anywhere_and_shared_parameters_come_first() -> None:
     entries = [
         LayerDesc(nn.Linear, 6, 6),
@@ -261,6 +251,13 @@ def test_what_cannot_be_shared_is_refused_by_its_place() -> None:
         ),
         (
             [
+                SharedLayerDesc("body", nn.Linear, None, "weight", WIDTH, WIDTH),
+                SharedLayerDesc("body", Deeper, None, ["weight", "weights"]),
+            ],
+            "its first entry does not",
+        ),
+        (
+            [
                 SharedLayerDesc("k", Pair, None, "one"),
                 nn.functional.relu,
                 SharedLayerDesc("k", Pair, None, "one", rows=5),
@@ -314,57 +311,6 @@ def test_a_description_may_have_a_blueprint_of_its_own() -> None:
 
     layer = nn.Linear(3, 4)
     assert Blueprints([Described(nn.Linear, 3, 4)])[0] is layer
-
-
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBH1", "ZBV"])
-def test_a_layer_called_several_times_on_a_stage_and_over_stages(schedule: str) -> None:
-    entries = [
-        SharedLayerDesc("k", nn.Linear, None, "weight", 6, 6),
-        SharedLayerDesc("k", nn.Linear, None, "weight", 6, 6),
-        nn.functional.tanh,
-        SharedLayerDesc("k", nn.Linear, lambda layer, x: layer(x) + layer(x * 2), "weight", 6, 6),
-        LayerDesc(nn.Linear, 6, 6),
-        SharedLayerDesc("k", nn.Linear, None, "weight", 6, 6),
-        SharedLayerDesc("k", nn.Linear, lambda layer, x: x @ layer.weight.T, "weight", 6, 6),
-        LayerDesc(nn.Linear, 6, 4),
-    ]
-    with model_in_job(2, 4, schedule, layers=entries) as model:
-        single = model.layers.single_model()
-        model.layers.copy_to(single)
-        optimizer = sgd(model)
-        theirs = paddle.optimizer.SGD(0.1, parameters=single.parameters())
-        numbers = np.random.default_rng(0)
-        inputs = paddle.to_tensor(numbers.standard_normal((8, 6)).astype("float32"))
-        labels = paddle.to_tensor(numbers.integers(0, 4, (8, 1)))
-        for _ in range(3):
-            model.train_batch([inputs, labels], optimizer)
-            for x, y in zip(inputs.split(4), labels.split(4)):
-                (nn.CrossEntropyLoss()(single(x), y) / 4).backward()
-            theirs.step()
-            theirs.clear_grad()
-        for name, tensor in single.state_dict().items():
-            found = model.layers.state_dict()[name].numpy()
-            np.testing.assert_allclose(found, tensor.numpy(), rtol=2e-5, atol=1e-6)
-        layer = model.layers.shared_layers["k"]
-        assert "forward" not in vars(layer)
-
-
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBV"])
-def test_parity_compares_shared_weights_once(schedule: str) -> None:
-    entries = [
-        *models.layers()[:-1],
-        SharedLayerDesc("embed", models.Head, None, "embedding_weight"),
-    ]
-    with model_in_job(2, 4, schedule, layers=entries, loss_fn=models.loss) as pipe:
-        session = parity.begin(pipe, adam(pipe, epsilon=1e-4))
-        assert session.report.tolerance == 1e-5
-        for step in range(2):
-            session.step(MODELS["gpt"].batch(4, step))
-        assert session.report.passed, session.report.verdict()
-        # The uses on several stages are added up in another order, nothing else is.
-        first = [found for found in session.report.differences if found.step == 0]
-        assert {found.name for found in first} <= {"", *models.SHARED}
-        assert {"loss", "output"}.isdisjoint(found.quantity for found in first)
 
 
 def test_the_chunks_have_shared_layers_by_number_or_key() -> None:

@@ -19,9 +19,9 @@ from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerD
 from fleetpipe.fleet_files.manifest import LayerFile, Writer
 from tests.dygraph import models
 from tests.dygraph.models import MODELS
-from tests.pipelines import batch, bits, job, mlp_layers, pipeline
+from tests.pipelines import adam, batch, bits, job, mlp_layers, model_in_job, pipeline
 
-IN_THE_SECOND_CHUNK = [f"{layer:02d}-virtual_pp_stage_01" for layer in (4, 6, 7)]
+IN_TWO_CHUNKS = [f"{layer:02d}-virtual_pp_stage_{layer // 4:02d}" for layer in (0, 2, 4, 6, 7)]
 SUFFIX = "model_states.pdparams"
 WEIGHT = "shared_layers.embed.table.weight"
 
@@ -38,33 +38,22 @@ def moved(layers: Any) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "schedule", "chunks", "expected"),
+    ("schedule", "chunks", "expected"),
     [
-        (2, "1F1B", None, ["00", "02", "04", "06", "07"]),
-        (
-            2,
-            "Interleaved1F1B",
-            2,
-            ["00-virtual_pp_stage_00", "02-virtual_pp_stage_00", *IN_THE_SECOND_CHUNK],
-        ),
-        (
-            2,
-            "ZBV",
-            None,
-            ["00-virtual_pp_stage_00", "02-virtual_pp_stage_00", *IN_THE_SECOND_CHUNK],
-        ),
+        ("1F1B", None, ["00", "02", "04", "06", "07"]),
+        ("Interleaved1F1B", 2, IN_TWO_CHUNKS),
+        ("ZBV", None, IN_TWO_CHUNKS),
     ],
 )
 def test_each_layer_has_a_file_under_fleets_name(
-    tmp_path: Path, ranks: int, schedule: str, chunks: int | None, expected: list[str]
+    tmp_path: Path, schedule: str, chunks: int | None, expected: list[str]
 ) -> None:
     # 0 1 | 2 3 | 4 5 | 6 7: functions at 1, 3 and 5 have none, a layer without parameters has one.
-    layers = [*mlp_layers(), LayerDesc(nn.Identity)]
-    with job(ranks, 4, schedule):
-        model = pipeline(layers, num_virtual_pipeline_stages=chunks).layers
-        model.save_state_dict(tmp_path / "new" / "folder")
-    assert (tmp_path / "new" / "folder" / "manifest-000.json").exists()
-    assert names(tmp_path / "new" / "folder") == [f"layer_{name}-tensor_00" for name in expected]
+    layers, folder = [*mlp_layers(), LayerDesc(nn.Identity)], tmp_path / "new" / "folder"
+    with model_in_job(2, 4, schedule, layers=layers, num_virtual_pipeline_stages=chunks) as model:
+        model.layers.save_state_dict(folder)
+    assert (folder / "manifest-000.json").exists()
+    assert names(folder) == [f"layer_{name}-tensor_00" for name in expected]
 
 
 def test_a_save_is_whole_until_all_ranks_have_written_the_next(tmp_path: Path) -> None:
@@ -130,23 +119,27 @@ def test_layers_of_two_saves_and_missing_ones_are_refused_by_name(tmp_path: Path
     load(tmp_path)  # as a folder of Fleet's
 
 
-@pytest.mark.parametrize("reader", [(1, "1F1B", None), (3, "ZBH1", None), (2, "ZBV", None)])
 @pytest.mark.parametrize("writer", [(2, "1F1B", None), (2, "Interleaved1F1B", 3)])
 def test_a_folder_is_read_by_any_number_of_ranks_and_chunks(
-    tmp_path: Path, writer: tuple[int, str, int | None], reader: tuple[int, str, int | None]
+    tmp_path: Path, writer: tuple[int, str, int | None]
 ) -> None:
-    for turn, (ranks, schedule, chunks) in enumerate((writer, reader)):
-        with job(ranks, 4, schedule):
-            layers = pipeline(
-                models.layers(), loss_fn=models.loss, num_virtual_pipeline_stages=chunks
-            ).layers
-            if turn == 0:
+    expected = None
+    for ranks, schedule, chunks in (writer, (1, "1F1B", None), (3, "ZBH1", None), (2, "ZBV", None)):
+        options = {"loss_fn": models.loss, "num_virtual_pipeline_stages": chunks}
+        with model_in_job(ranks, 4, schedule, layers=models.layers(), **options) as model:
+            layers = model.layers
+            if expected is None:
                 expected = moved(layers)
                 layers.save_state_dict(str(tmp_path))
             else:
                 assert bits(layers.full_state_dict()) != expected
                 layers.set_state_dir(str(tmp_path))
                 assert bits(layers.full_state_dict()) == expected
+
+
+def require_same(ours: Any, stock: Any) -> None:
+    for mine, theirs in zip(ours.parameters(), stock.parameters()):
+        assert mine.numpy().tobytes() == theirs.numpy().tobytes()
 
 
 @pytest.mark.skipif(
@@ -169,8 +162,7 @@ def test_what_stock_fleet_wrote_is_read(
     stock.save_state_dict(str(tmp_path / "theirs"))
     ours = PipelineLayer(entries, **options)
     ours.set_state_dir(tmp_path / "theirs")
-    for mine, theirs in zip(ours.parameters(), stock.parameters()):
-        assert mine.numpy().tobytes() == theirs.numpy().tobytes()
+    require_same(ours, stock)
     if chunks is None:
         assert list(ours.state_dict()) == list(stock.state_dict())
     ours.save_state_dict(tmp_path / "ours")
@@ -178,24 +170,24 @@ def test_what_stock_fleet_wrote_is_read(
     for parameter in stock.parameters():
         parameter.set_value(paddle.zeros(parameter.shape))
     stock.set_state_dir(str(tmp_path / "ours"))
-    for mine, theirs in zip(ours.parameters(), stock.parameters()):
-        assert mine.numpy().tobytes() == theirs.numpy().tobytes()
+    require_same(ours, stock)
 
 
 @pytest.mark.parametrize(
-    ("functions", "written"),
+    ("first", "last", "written"),
     [
-        ((None, models.logits), [0]),
-        ((models.logits, None), [2]),
-        ((models.logits, models.logits), [0]),
-        ((None, None), [0, 2]),
+        (models.tied(), models.tied(models.logits), [0]),
+        (models.tied(models.logits), models.tied(), [2]),
+        (models.tied(models.logits), models.tied(models.logits), [0]),
+        (models.tied(), models.tied(), [0, 2]),
+        # Of another class, with the weight of the first.
+        (models.tied(), SharedLayerDesc("embed", models.Head, None, "embedding_weight"), [0, 2]),
     ],
 )
 def test_a_shared_layer_is_written_where_it_is_called(
-    tmp_path: Path, functions: tuple[Any, Any], written: list[int]
+    tmp_path: Path, first: Any, last: Any, written: list[int]
 ) -> None:
-    entries = [models.tied(functions[0]), nn.functional.relu, models.tied(functions[1])]
-    layers = PipelineLayer(entries, num_stages=1)
+    layers = PipelineLayer([first, nn.functional.relu, last], num_stages=1)
     expected = moved(layers)
     layers.save_state_dict(tmp_path)
     assert names(tmp_path) == [f"layer_{index:02d}-tensor_00" for index in written]
@@ -294,29 +286,26 @@ def test_state_dicts_have_fleets_keys(schedule: str) -> None:
 
 
 def test_training_goes_on_after_a_reload_with_the_same_bits(tmp_path: Path) -> None:
-    def train(model: Any, optimizer: Any, rate: Any, steps: range) -> list[bytes]:
-        losses = [model.train_batch(batch(seed=s), optimizer, rate) for s in steps]
-        return [loss.numpy().tobytes() for loss in losses]
+    def train(steps: range, reads: bool = False) -> tuple[list[bytes], dict[str, bytes]]:
+        with job(2, 4, "ZBH1"), paddle.utils.unique_name.guard():
+            model = pipeline()
+            rate = paddle.optimizer.lr.StepDecay(0.05, step_size=2, gamma=0.3)
+            optimizer = adam(model, rate, weight_decay=0.1)
+            files = {"model.pdparams": model, "model.pdopt": optimizer}
+            for name, part in files.items() if reads else ():
+                part.set_state_dict(paddle.load(str(tmp_path / name)))
+            losses = []
+            for step in steps:
+                if step == 3 and not reads:
+                    for name, part in files.items():
+                        paddle.save(part.state_dict(), str(tmp_path / name))
+                losses.append(
+                    model.train_batch(batch(seed=step), optimizer, rate).numpy().tobytes()
+                )
+            return losses, bits(model.state_dict())
 
-    def fresh() -> tuple[Any, Any, Any]:
-        model = pipeline()
-        rate = paddle.optimizer.lr.StepDecay(0.05, step_size=2, gamma=0.3)
-        adam = paddle.optimizer.Adam(rate, parameters=model.parameters(), weight_decay=0.1)
-        return model, fleet.distributed_optimizer(adam), rate
-
-    with job(2, 4, "ZBH1"), paddle.utils.unique_name.guard():
-        model, optimizer, rate = fresh()
-        train(model, optimizer, rate, range(3))
-        paddle.save(model.state_dict(), str(tmp_path / "model.pdparams"))
-        paddle.save(optimizer.state_dict(), str(tmp_path / "model.pdopt"))
-        further = train(model, optimizer, rate, range(3, 7))
-        end = bits(model.state_dict())
-    with job(2, 4, "ZBH1"), paddle.utils.unique_name.guard():
-        model, optimizer, rate = fresh()
-        model.set_state_dict(paddle.load(str(tmp_path / "model.pdparams")))
-        optimizer.set_state_dict(paddle.load(str(tmp_path / "model.pdopt")))
-        assert train(model, optimizer, rate, range(3, 7)) == further
-        assert bits(model.state_dict()) == end
+    losses, end = train(range(7))
+    assert train(range(3, 7), reads=True) == (losses[3:], end)
 
 
 def test_a_single_model_comes_and_goes_at_any_cut() -> None:
@@ -326,28 +315,20 @@ def test_a_single_model_comes_and_goes_at_any_cut() -> None:
     ids, _ = MODELS["gpt"].batch(4, 0)
     expected = single(ids).numpy().tobytes()
     for ranks, schedule, chunks in [(1, "1F1B", 3), (2, "ZBV", None), (4, "FThenB", None)]:
-        with job(ranks, 4, schedule):
-            layers = pipeline(
-                models.layers(), loss_fn=models.loss, num_virtual_pipeline_stages=chunks
-            ).layers
+        options = {"loss_fn": models.loss, "num_virtual_pipeline_stages": chunks}
+        with model_in_job(ranks, 4, schedule, layers=models.layers(), **options) as model:
+            layers = model.layers
+            # Names depend on nothing.
+            assert {*layers.state_dict()} == {*single.state_dict()}
             for source in (single, single.state_dict()):
                 moved(layers)
                 layers.load_from(source)
                 assert layers(ids).numpy().tobytes() == expected
+            moved(layers)
+            layers.set_state_dict(single.state_dict())
             other = layers.single_model()
             layers.copy_to(other)
             assert other(ids).numpy().tobytes() == expected
-
-
-def test_shared_entries_with_other_arguments_have_files_of_their_own(tmp_path: Path) -> None:
-    entries = [models.tied(), SharedLayerDesc("embed", models.Head, None, "embedding_weight")]
-    layers = PipelineLayer(entries, num_stages=1)
-    expected = moved(layers)
-    layers.save_state_dict(tmp_path)
-    assert len(names(tmp_path)) == 2
-    moved(layers)
-    layers.set_state_dir(tmp_path)
-    assert bits(layers.full_state_dict()) == expected
 
 
 class Plain(nn.Layer):
@@ -359,36 +340,23 @@ class Plain(nn.Layer):
         self.first = nn.Linear(2, 2)
 
 
-@pytest.fixture
-def pipe() -> Any:
-    layers = PipelineLayer([LayerDesc(nn.Linear, 2, 2) for _ in range(2)], num_stages=1)
-    layers.state.plain_names = {
+def test_a_plain_models_values_are_found_by_its_own_names() -> None:
+    pipe = PipelineLayer([LayerDesc(nn.Linear, 2, 2) for _ in range(2)], num_stages=1)
+    pipe.state.plain_names = {
         f"{name}.{part}": f"{index}.{part}"
         for name, index in (("second", 1), ("first", 0))
         for part in ("weight", "bias")
     }
-    return layers
-
-
-def test_a_plain_models_values_are_found_by_its_own_names(pipe: Any) -> None:
-    plain = Plain()
+    plain, other = Plain(), Plain()
     pipe.load_from(plain)
-    own = pipe.own_state()
-    assert bits(own)["0.weight"] == bits(plain.state_dict())["first.weight"]
+    assert bits(pipe.own_state())["0.weight"] == bits(plain.state_dict())["first.weight"]
     assert pipe.state.names_in(plain)["first.weight"] == "0.weight"
-    other = Plain()
     pipe.copy_to(other)
     assert bits(other.state_dict()) == bits(plain.state_dict())
-
-
-def test_names_of_the_pipeline_and_an_order_still_count(pipe: Any) -> None:
-    sequential = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    pipe.load_from(sequential)
-    assert list(bits(pipe.own_state()).values()) == list(bits(sequential.state_dict()).values())
-
-
-def test_shapes_are_looked_at_under_the_plain_models_names_too(pipe: Any) -> None:
-    plain = Plain()
     plain.first = nn.Linear(2, 3)
     with pytest.raises(CheckpointError, match=r"does not fit the pipeline's '0\.weight'"):
         pipe.load_from(plain)
+    # Names of the pipeline, and an order, still count.
+    sequential = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    pipe.load_from(sequential)
+    assert list(bits(pipe.own_state()).values()) == list(bits(sequential.state_dict()).values())
