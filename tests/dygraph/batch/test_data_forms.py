@@ -11,18 +11,18 @@ import paddle
 import pytest
 from paddle import nn
 
-from fleetpipe import fleet, parity
+from fleetpipe import parity
 from fleetpipe.dygraph.batch.micro_batches import MicroBatchCut, join_outputs, ragged_weights, split
-from fleetpipe.dygraph.nest import join, leaves, map_tensors, tensors_of
+from fleetpipe.dygraph.nest import join, leaves, tensors_of
 from fleetpipe.errors import BoundaryError, ConfigError, UsageError
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineDatasetPreprocessor
 from fleetpipe.fleet.meta_parallel.pipeline_parallel import FakeMicroDataset
-from tests import pipelines
 from tests.pipelines import (
     CLASSES,
     FEATURES,
     ROWS,
     batch,
+    job,
     mlp_and_sgd,
     mlp_layers,
     model_in_job,
@@ -82,13 +82,17 @@ WHOLE: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("form", WHOLE)
-def test_all_forms_of_a_batch_train_alike(form: str, ranks: int) -> None:
-    with model_in_job(ranks, STEPS) as model:
+def test_all_forms_of_a_batch_train_alike() -> None:
+    with model_in_job(2, STEPS) as model:
         expected = float(model.forward_backward_pipeline([INPUTS, LABELS]))
-        assert float(model.forward_backward_pipeline(WHOLE[form]())) == expected
-        assert float(model.eval_batch(WHOLE[form](), compute_loss=True)) == expected
+        for form, make in WHOLE.items():
+            assert float(model.forward_backward_pipeline(make())) == expected, form
+            assert float(model.eval_batch(make(), compute_loss=True)) == expected, form
+
+
+class Sides(NamedTuple):
+    left: Any
+    right: Any
 
 
 LEFT, RIGHT = INPUTS[:, :2], INPUTS[:, 2:]
@@ -102,43 +106,26 @@ SEVERAL: dict[str, Callable[[], Any]] = {
     "list of tuples": lambda: list(zip(cut(LEFT), cut(RIGHT))),
     "list of lists": lambda: [[left, None, right] for left, right in zip(cut(LEFT), cut(RIGHT))],
     "list of dicts": lambda: [{"l": a, "r": b} for a, b in zip(cut(LEFT), cut(RIGHT))],
+    "named tuple": lambda: Sides(LEFT, RIGHT),
+    "list of named tuples": lambda: list(map(Sides, cut(LEFT), cut(RIGHT))),
 }
 
 
-def joined(value: Any) -> Any:
-    """Puts the tensors in a value side by side again."""
+def test_all_forms_of_several_inputs_train_alike() -> None:
+    kinds: list[type] = []
 
-    def tensors(part: Any) -> Iterator[Any]:
-        if isinstance(part, paddle.Tensor):
-            yield part
-        elif part is not None:
-            for one in part.values() if isinstance(part, dict) else part:
-                yield from tensors(one)
+    def joined(value: Any) -> Any:
+        kinds.append(type(value))
+        return paddle.concat(list(tensors_of(value)), axis=1)
 
-    return paddle.concat(list(tensors(value)), axis=1)
-
-
-@pytest.mark.parametrize("form", SEVERAL)
-def test_all_forms_of_several_inputs_train_alike(form: str) -> None:
     with model_in_job(2, STEPS, layers=[joined, *mlp_layers()]) as model:
         expected = float(model.forward_backward_pipeline([(INPUTS,), LABELS]))
-        assert float(model.forward_backward_pipeline([SEVERAL[form](), LABELS])) == expected
-        pairs = iter(list(zip(split([SEVERAL[form](), None], CUT).inputs, cut(LABELS))))
-        assert float(model.forward_backward_pipeline(pairs)) == expected
-
-
-class Sides(NamedTuple):
-    left: Any
-    right: Any
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_named_tuple_stays_one(whole: bool) -> None:
-    sides = Sides(LEFT, RIGHT) if whole else list(map(Sides, cut(LEFT), cut(RIGHT)))
-    with model_in_job(2, STEPS, layers=[lambda x: x, *mlp_layers()]) as plain:
-        expected = float(plain.forward_backward_pipeline([INPUTS, LABELS]))
-        model = pipeline([lambda x: paddle.concat([x.left, x.right], 1), *mlp_layers()])
-        assert float(model.forward_backward_pipeline([sides, LABELS])) == expected
+        for form, make in SEVERAL.items():
+            kinds.clear()
+            assert float(model.forward_backward_pipeline([make(), LABELS])) == expected, form
+            assert ({*kinds} == {Sides}) == ("named" in form)
+            pairs = zip(split([make(), None], CUT).inputs, cut(LABELS))
+            assert float(model.forward_backward_pipeline(iter(list(pairs)))) == expected, form
 
 
 def test_several_labels_reach_the_loss_as_they_were_given() -> None:
@@ -223,6 +210,7 @@ def test_a_micro_data_set_leaves_out_what_a_stage_does_not_need() -> None:
         (iter([(INPUTS, LABELS)]), ConfigError, "after 1 of 4"),
         (iter([INPUTS] * 4), ConfigError, "micro-batch 0"),
         (iter([(INPUTS, "label")] * 4), BoundaryError, "labels of micro-batch 0"),
+        ([(INPUTS, True), LABELS], BoundaryError, "leave it out, or give None"),
         (INPUTS, ConfigError, r"pass \[inputs, labels\]"),
         ("batch", ConfigError, r"pass \[inputs, labels\]"),
         ({"x": INPUTS, "y": LABELS}, ConfigError, r"dict(.|\n)*of 'x', 'y'"),
@@ -248,43 +236,35 @@ def test_rows_that_do_not_fit_are_cut_only_where_that_is_allowed() -> None:
     assert ragged_weights(cut(LABELS), any_rows) is None
 
 
-def evaluated(reduction: str) -> tuple[float, float, str]:
+def evaluated() -> list[tuple[float, float, str]]:
     """Evaluates other numbers of rows on two replicas: the loss, the mean of all, the parity."""
-    pipelines.begin(2, STEPS, dp=2, loss_reduction=reduction)
-    replica = fleet.get_hybrid_communicate_group().get_data_parallel_rank()
-    model = pipeline(mlp_layers(blocks=1))
-    part = slice(0, 5) if replica == 0 else slice(5, 8)
-    rows = [INPUTS[part], LABELS[part]]
-    got = float(model.eval_batch(rows, compute_loss=True))
-    session = parity.begin(model, sgd(model))
-    session.eval_batch(rows, compute_loss=True)
-    single = model.layers.single_model()
-    model.layers.copy_to(single)
-    loss = paddle.nn.functional.cross_entropy(single(INPUTS), LABELS)
-    fleet.shutdown()
-    return got, float(loss), session.report.verdict()
+    results = []
+    for reduction in ("mean", "sum"):
+        with job(2, STEPS, dp=2, loss_reduction=reduction) as running:
+            model = pipeline(mlp_layers(blocks=1))
+            part = slice(0, 5) if running.replica == 0 else slice(5, 8)
+            rows = [INPUTS[part], LABELS[part]]
+            got = float(model.eval_batch(rows, compute_loss=True))
+            session = parity.begin(model, sgd(model))
+            session.eval_batch(rows, compute_loss=True)
+            single = model.layers.single_model()
+            model.layers.copy_to(single)
+            loss = paddle.nn.functional.cross_entropy(single(INPUTS), LABELS)
+            results.append((got, float(loss), session.report.verdict()))
+    return results
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_replicas_count_by_their_rows(on_ranks: Callable[..., Any], reduction: str) -> None:
-    for got, mean, verdict in on_ranks(evaluated, 4, reduction):
-        assert got == pytest.approx(mean, rel=1e-5) or reduction == "sum"
-        assert "FAILED" not in verdict
+def test_replicas_count_by_their_rows(on_ranks: Callable[..., Any]) -> None:
+    for results in on_ranks(evaluated, 4):
+        assert results[0][0] == pytest.approx(results[0][1], rel=1e-5)
+        assert not any("FAILED" in verdict for *_, verdict in results)
 
 
 def test_a_number_in_an_output_is_that_of_one_micro_batch() -> None:
-    assert join_outputs([{"rows": 2, "name": "a", "none": None}]) == {
-        "rows": 2,
-        "name": "a",
-        "none": None,
-    }
+    output = {"rows": 2, "name": "a", "none": None}
+    assert join_outputs([output]) == output
     with pytest.raises(UsageError, match="that of one micro-batch"):
         join_outputs([{"rows": 2}, {"rows": 2}])
-
-
-def test_a_plain_value_in_a_batch_is_told_to_be_left_out() -> None:
-    with pytest.raises(BoundaryError, match="leave it out, or give None"):
-        split([(INPUTS, True), LABELS], CUT)
 
 
 class First(nn.Linear):
@@ -328,67 +308,38 @@ def test_a_list_that_grows_over_chunks_has_the_bits_of_the_plain_model() -> None
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBH1"])
 @pytest.mark.parametrize("form", ["whole", "leaf", "list", "iterator", "delayed"])
 def test_inputs_that_need_a_gradient_get_it(schedule: str, form: str) -> None:
+    inputs, labels = batch()
+    first = inputs if form == "leaf" else paddle.zeros([6])
+    sources = [first.clone(), first.clone()]
+    for source in sources:
+        source.stop_gradient = False
+    values = sources if form == "leaf" else [inputs + source for source in sources]
     with model_in_job(2, schedule=schedule) as model:
         single = model.layers.single_model()
-        inputs, labels = batch()
-        prompts = [paddle.create_parameter([6], "float32") for _ in range(2)]
-        prompts[1].set_value(prompts[0])
-        leaf = inputs.clone()
-        leaf.stop_gradient = False
-        value: Any = leaf if form == "leaf" else inputs + prompts[0]
-        if form == "list":
-            value = value.split(4)
         if form == "delayed":
             switch(delay_scale_loss=True)
             model = model.__class__(model.layers)
-        data: Any = [value, labels]
+        data: Any = [values[0].split(4) if form == "list" else values[0], labels]
         if form == "iterator":
-            data = zip(value.split(4), labels.split(4))
+            data = zip(values[0].split(4), labels.split(4))
         model.train_batch(data, sgd(model))
-        total = paddle.zeros([])
-        plain = inputs + prompts[1]
-        if form == "leaf":
-            plain = inputs.clone()
-            plain.stop_gradient = False
-        for begin in range(0, 4 * ROWS, ROWS):
-            rows = slice(begin, begin + ROWS)
-            total = total + nn.functional.cross_entropy(single(plain[rows]), labels[rows]) / 4
-        total.backward()
-        got, wanted = (leaf, plain) if form == "leaf" else prompts
-        assert got.grad is not None
-        assert float((got.grad - wanted.grad).abs().max()) < 1e-7
-        assert float(wanted.grad.abs().max()) > 1e-3
-        assert model.eval_batch([value, labels]) != []
-
-
-class Pair(NamedTuple):
-    left: Any
-    right: Any
-
-
-def test_leaves_come_in_order_with_the_way_to_each() -> None:
-    found = list(leaves({"a": (1, [2, None]), "b": Pair("x", ())}))
-    assert found == [(("a", 0), 1), (("a", 1, 0), 2), (("a", 1, 1), None), (("b", 0), "x")]
+        for x, y in zip(values[1].split(4), labels.split(4)):
+            (nn.functional.cross_entropy(single(x), y) / 4).backward(retain_graph=True)
+        got, wanted = (source.grad for source in sources)
+        assert got is not None
+        assert float((got - wanted).abs().max()) < 1e-7
+        assert float(wanted.abs().max()) > 1e-3
+        assert model.eval_batch([values[0], labels]) != []
 
 
 def test_a_derived_container_is_a_leaf_where_classes_are_exact() -> None:
-    pair, ordered = Pair(1, 2), OrderedDict(a=3)
+    pair, ordered = Sides(1, 2), OrderedDict(a=3)
     assert [leaf for _, leaf in leaves([pair, ordered])] == [1, 2, 3]
     assert [leaf for _, leaf in leaves([pair, ordered], exact=True)] == [pair, ordered]
 
 
-def test_a_value_like_another_keeps_its_containers_and_what_is_no_tensor() -> None:
-    tensor = paddle.zeros([2])
-    value = (Pair(tensor, "x"), [{"k": tensor}, ()])
-    like = map_tensors(lambda one: one + 1, value)
-    assert type(like[0]) is Pair
-    assert like[0].right == "x"
-    assert [one.tolist() for one in tensors_of(like)] == [[1, 1], [1, 1]]
-    assert like[1][1] == ()
-
-
 @pytest.mark.parametrize(
-    "values", [[(1, 2), (1,)], [(1,), [1]], [{"a": 1}, {"b": 1}], [Pair(1, 2), (1, 2)], [1, 2]]
+    "values", [[(1, 2), (1,)], [(1,), [1]], [{"a": 1}, {"b": 1}], [Sides(1, 2), (1, 2)], [1, 2]]
 )
 def test_what_is_not_alike_is_joined_as_it_is(values: list[Any]) -> None:
     seen: list[Any] = []

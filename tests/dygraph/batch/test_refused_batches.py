@@ -108,22 +108,11 @@ def trained(call: str, mp: int, compares: bool) -> tuple[str, bool]:
             model.train_batch(B if RANK else A, optimizer)
         else:
             model.eval_batch(B if RANK else A, compute_loss=True)
-        fleet.shutdown()
     except FleetPipeError as error:
         text = str(error)
+    with suppress(FleetPipeError):
+        fleet.shutdown()
     return text, bits(model.state_dict()) != before
-
-
-@pytest.mark.parametrize("call", ["train_batch", "eval_batch"])
-@pytest.mark.parametrize("mp", [1, 2])
-def test_all_ranks_refuse_before_the_step(on_ranks: Callable[..., Any], call: str, mp: int) -> None:
-    for text, stepped in on_ranks(trained, 2, call, mp, True):
-        assert "were given different rows" in text
-        assert not stepped
-
-
-def test_an_option_leaves_the_comparison_out(on_ranks: Callable[..., Any]) -> None:
-    assert on_ranks(trained, 2, "train_batch", 1, False) == [("", True)] * 2
 
 
 def notices(same: bool) -> int:
@@ -131,19 +120,11 @@ def notices(same: bool) -> int:
     told: list[str] = []
     log = logging.getLogger("fleetpipe.dygraph.batch.row_digests")
     log.addFilter(lambda record: told.append(record.getMessage()) is None)
-    pipelines.begin(pp=1, dp=2)
-    model = pipeline()
-    for _ in range(2):
-        model.train_batch(B if RANK and not same else A, sgd(model))
-    fleet.shutdown()
+    with job(pp=1, dp=2):
+        model = pipeline()
+        for _ in range(2):
+            model.train_batch(B if RANK and not same else A, sgd(model))
     return sum("given the same rows" in text for text in told)
-
-
-@pytest.mark.parametrize("same", [True, False])
-def test_replicas_that_read_the_same_rows_are_told_once(
-    on_ranks: Callable[..., Any], same: bool
-) -> None:
-    assert on_ranks(notices, 2, same) == [int(same), 0]
 
 
 #: By what is refused: the axis of two ranks, and words of the error.
@@ -154,37 +135,50 @@ SITUATIONS = {
 }
 
 
-def texts() -> dict[str, tuple[str, str]]:
-    """Trains a batch in each situation: the error as it is, and as the script allows it."""
-    found = {}
-    for refused, (axis, _) in SITUATIONS.items():
-        ends = []
-        for allow in ([], [refused]):
-            degrees = {"pp_degree": 1, f"{axis}_degree": 2}
-            strategy = pipelines.strategy(4, own={"allow": allow})
-            strategy.hybrid_configs = degrees
-            fleet.init(is_collective=True, strategy=strategy)
-            layers = mlp_layers()
-            if axis == "mp":
-                head = {"gather_output": False, "has_bias": True}
-                layers = [LayerDesc(ColumnParallelLinear, FEATURES, 2 * CLASSES, **head)]
-            model, text = pipeline(layers), ""
-            rate = 0.1 * (1 + RANK) if axis == "dp" else 0.1
-            try:
-                model.train_batch(batch(4, RANK if axis == "dp" else 0), sgd(model, rate))
-            except FleetPipeError as error:
-                text = str(error)
-            with suppress(FleetPipeError):
-                fleet.shutdown()
-            ends.append(text)
-        found[refused] = (ends[0], ends[1])
-    return found
+def refused_or_allowed(refused: str) -> list[str]:
+    """Trains a batch in a situation: the error as it is, and as the script allows it."""
+    ends = []
+    axis, _ = SITUATIONS[refused]
+    for allow in ([], [refused]):
+        strategy = pipelines.strategy(4, own={"allow": allow}, pp=1, **{axis: 2})
+        fleet.init(is_collective=True, strategy=strategy)
+        layers = mlp_layers()
+        if axis == "mp":
+            head = {"gather_output": False, "has_bias": True}
+            layers = [LayerDesc(ColumnParallelLinear, FEATURES, 2 * CLASSES, **head)]
+        model, text = pipeline(layers), ""
+        rate = 0.1 * (1 + RANK) if axis == "dp" else 0.1
+        try:
+            model.train_batch(batch(4, RANK if axis == "dp" else 0), sgd(model, rate))
+        except FleetPipeError as error:
+            text = str(error)
+        with suppress(FleetPipeError):
+            fleet.shutdown()
+        ends.append(text)
+    return ends
 
 
-def test_what_ranks_cannot_have_rightly_is_refused_and_may_be_allowed(
-    on_ranks: Callable[..., list[Any]],
-) -> None:
-    first, second = on_ranks(texts, 2)
+CALLS = [(call, mp) for call in ("train_batch", "eval_batch") for mp in (1, 2)]
+
+
+def program() -> tuple[Any, ...]:
+    """What each of two ranks is told in all of these."""
+    compared = [trained(*call, True) for call in CALLS]
+    not_compared = trained("train_batch", 1, False)
+    errors = {refused: refused_or_allowed(refused) for refused in SITUATIONS}
+    return compared, not_compared, [notices(False), notices(True)], errors
+
+
+def test_all_ranks_refuse_before_the_step(on_ranks: Callable[..., Any]) -> None:
+    ranks = on_ranks(program, 2, timeout=120)
+    for compared, not_compared, _, _ in ranks:
+        for text, stepped in compared:
+            assert "were given different rows" in text
+            assert not stepped
+        assert not_compared == ("", True)
+    # Replicas that read the same rows are told once.
+    assert [told for _, _, told, _ in ranks] == [[0, 1], [0, 0]]
+    first, second = (errors for *_, errors in ranks)
     for refused, (_, words) in SITUATIONS.items():
         assert words in first[refused][0] + second[refused][0], refused
         assert "" not in (first[refused][0], second[refused][0])
