@@ -71,28 +71,6 @@ def test_two_threads_that_tell_at_once_leave_one_of_their_failures(
         assert [file.name for file in home.iterdir()] == ["failure.1"]
 
 
-def test_a_page_says_which_step_a_rank_row_of(monkeypatch: Patch, tmp_path: Path) -> None:
-    monkeypatch.setenv(attempt_files.FOLDER, str(tmp_path))
-    as_rank(monkeypatch, 1)
-    write = attempt_files.page()
-    assert attempt_files.steps_begun(tmp_path) == {}
-    write(1)
-    assert attempt_files.steps_begun(tmp_path) == {1: 0}
-    attempt_files.page()(42)
-    write(43)
-    assert attempt_files.steps_begun(tmp_path) == {1: 42}
-
-
-def test_the_launcher_tells_which_processes_began_and_ended(tmp_path: Path) -> None:
-    assert attempt_files.started_ranks(tmp_path) == attempt_files.ended_ranks(tmp_path) == []
-    for rank in (0, 1):
-        attempt_files.note_start(tmp_path, rank, 100 + rank)
-    attempt_files.note_end(tmp_path, 1, -9)
-    attempt_files.note_end(tmp_path, 0, 1)
-    assert attempt_files.started_ranks(tmp_path) == [(0, 100), (1, 101)]
-    assert attempt_files.ended_ranks(tmp_path) == [(1, -9), (0, 1)]
-
-
 def test_a_save_that_ends_while_a_record_is_made_has_no_age_below_zero(
     monkeypatch: Patch,
 ) -> None:

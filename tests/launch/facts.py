@@ -174,8 +174,8 @@ def children() -> dict[str, Any]:
     for method in ("fork", "spawn"):
         pool = multiprocessing.get_context(method).Pool(1)
         facts[f"{method} pool"] = pool.map(square, [3])
-        # A pool that is left by `with` ends its processes by SIGTERM, which Paddle's handler may keep
-        # for ever.
+        # A pool that is left by `with` ends its processes by SIGTERM, which Paddle's handler may
+        # keep for ever.
         pool.close()
         pool.join()
     batches = DataLoader(Squares(), batch_size=2, num_workers=2)

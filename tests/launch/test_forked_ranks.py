@@ -30,8 +30,6 @@ from tests.launching import ROOT
 FACTS = Path(kit.__file__)
 #: The facts, by the way in which a job is begun, of which each is one job of two ranks.
 Jobs = Mapping[str, Mapping[str, Any]]
-#: In a package it imports as `python -m` lets it.
-MODULE = FACTS.read_text().replace("if __name__", "from .word import word\n\nif __name__")
 #: A job has a umask, a limit and a nice value of its own, and no ear for SIGHUP.
 SHELL = "umask 027; ulimit -n 500; trap '' HUP; exec nice -n 1 \"$@\""
 
@@ -50,29 +48,17 @@ def rows(script: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
-    """The facts of each rank of jobs: forks and new processes of a script, forks of a module.
-
-    And what the module sees under ``python -m`` alone.
-    """
+    """The facts of each rank of a job of forks, and of one of new processes."""
     folder = tmp_path_factory.mktemp("jobs")
-    (folder / "kit").mkdir()
     (folder / "train.py").write_text(FACTS.read_text())
-    (folder / "kit" / "word.py").write_text("word = 1\n")
-    (folder / "kit" / "facts.py").write_text(MODULE)
     found: dict[str, dict[str, Any]] = {}
-    run, module = ["-m", "fleetpipe", "run", "--nproc", "2"], ["-m", "kit.facts"]
-    for job, words in {
-        "fork": [*run, "train.py"],
-        "spawn": [*run, "train.py"],
-        "fork of a module": [*run, *module],
-        "module": ["-u", *module],
-    }.items():
-        told = folder / job
+    for start in ("fork", "spawn"):
+        told = folder / start
         told.mkdir()
-        start = "spawn" if job == "spawn" else "fork"
-        ended = begin([*words, str(told)], folder, start, threads=1 if "module" in job else 2)
+        words = ["-m", "fleetpipe", "run", "--nproc", "2", "train.py", str(told)]
+        ended = begin(words, folder, start, threads=2)
         assert ended.returncode == 0, ended.stdout
-        found[job] = {file.stem: json.loads(file.read_text()) for file in told.iterdir()}
+        found[start] = {file.stem: json.loads(file.read_text()) for file in told.iterdir()}
     return found
 
 
@@ -106,26 +92,11 @@ def test_a_fork_sees_what_a_new_process_does(jobs: Jobs, row: str) -> None:
         assert jobs["fork"][rank][row] == seen[row]
 
 
-#: Facts that are of ranks, of a launcher's environment, or of fleetpipe's thread and its imports.
-OF_RANKS = {
-    *("orig_argv", "path", "environment", "session", "modules", "fleet", "rank", "place"),
-    *("threads", "native threads", "threads of a product", "warnings", "names", "signals"),
-    *("stdin", "stdout", "stderr", "logging", "argv"),
-}
-
-
-@pytest.mark.once
-@pytest.mark.processes
-@pytest.mark.parametrize("row", [row for row in rows(FACTS) if row not in OF_RANKS])
-def test_a_module_in_a_fork_sees_what_it_does_by_itself(jobs: Jobs, row: str) -> None:
-    assert jobs["fork of a module"]["1"][row] == jobs["module"]["alone"][row]
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("row", kit.NEW)
 def test_no_two_forks_have_the_same_random_numbers_and_names(jobs: Jobs, row: str) -> None:
     seen = [str(facts[row]) for job in jobs.values() for facts in job.values()]
-    assert len(seen) == len(set(seen)) == 7
+    assert len(seen) == len(set(seen)) == 4
 
 
 #: Ends of a script.

@@ -68,7 +68,9 @@ def through(*verdicts: Verdict, max_restart: int = 3) -> tuple[int, int, list[st
 def test_what_the_terminal_has_is_not_said_again() -> None:
     error = "rank 0 raised: ValueError: bad\n  got: 3"
     verdict = Verdict(1, culprit=error, details="Traceback ..", raised=True)
-    assert "got: 3\n    | Traceback .." in through(verdict, max_restart=0)[2][0]
+    code, number, said = through(verdict, max_restart=0)
+    assert (code, number, said[1:]) == (1, 1, ["all 0 restarts are used: the job has failed"])
+    assert "got: 3\n    | Traceback .." in said[0]
     _, _, said = through(replace(verdict, shown=True), max_restart=0)
     assert said[0] == "attempt 1 ended: rank 0 raised: ValueError: bad"
 
@@ -78,7 +80,7 @@ def test_what_the_terminal_has_is_not_said_again() -> None:
     [
         ([DONE], 0),
         ([killed(4), raised(9, "x"), DONE], 0),
-        ([killed(4), raised(9, "x"), killed(10), killed(11)], 137),
+        ([killed(4), raised(9, "x"), killed(None), killed(11)], 137),
         ([killed(4), killed(4)], POISONED),
         ([killed(4), killed(5), raised(5, "x")], POISONED),
         ([disk_full(4), disk_full(4)], 1),
@@ -119,14 +121,6 @@ def test_a_job_that_is_asked_to_stop_is_not_started_again(
     )
 
 
-def test_what_ctrl_c_ended_was_interrupted() -> None:
-    assert with_interrupt(DONE, signal.SIGINT) == DONE
-    assert with_interrupt(killed(4), signal.SIGTERM) == killed(4)
-    for verdict in (SAVED, killed(4)):
-        expected = replace(verdict, code=INTERRUPTED, culprit="interrupted")
-        assert with_interrupt(verdict, signal.SIGINT) == expected
-
-
 def test_a_full_disk_is_not_the_fault_of_a_step() -> None:
     *_, said = through(disk_full(4), disk_full(4))
     assert "step 4 failed twice in a row" in said[-1]
@@ -137,22 +131,6 @@ def test_a_full_disk_is_not_the_fault_of_a_step() -> None:
         code, _, said = through(verdict, verdict)
         assert code == verdict.code
         assert "what to do: raise the limit on the size of a file, which ulimit -f" in said[-1]
-
-
-def test_an_error_that_no_restart_mends_is_said_once() -> None:
-    *_, said = through(permanent(None))
-    assert said == [
-        "attempt 1 ended: rank 0 raised: ConfigError: x",
-        "no restart mends this error: the job has failed",
-    ]
-
-
-def test_no_restart_is_one_attempt() -> None:
-    assert through(killed(3), max_restart=0) == (
-        137,
-        1,
-        ["attempt 1 ended in step 3: rank 1 died", "all 0 restarts are used: the job has failed"],
-    )
 
 
 @pytest.mark.parametrize(
@@ -283,22 +261,23 @@ def test_nothing_is_given_up_before_a_step_was_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("here", "cards"),
-    [({CARDS: ""}, None), ({CARDS: "4,5,6,7"}, "4,7"), ({CARDS: "0"}, "0")],
+    ("here", "driver", "cards"),
+    [
+        ({CARDS: ""}, "/", None),
+        ({CARDS: "4,5,6,7"}, "/", "4,7"),
+        ({CARDS: "0"}, "/", "0"),
+        ({}, "/", "0,3"),  # a host with a driver has a card for each position
+        ({}, "/no driver", None),
+    ],
 )
-def test_ranks_that_are_left_keep_their_cards(here: dict[str, str], cards: str | None) -> None:
+def test_ranks_that_are_left_keep_their_cards(
+    monkeypatch: pytest.MonkeyPatch, here: dict[str, str], driver: str, cards: str | None
+) -> None:
+    monkeypatch.setattr(attempts, "_CARDS_DRIVER", driver)
     environment = RankPositions((0, 3), (1,), 4).environment(here)
     assert environment.pop(CARDS, None) == cards
     assert environment == {WHOLE_SIZE: "4"}
     assert RankPositions((), (1,), 4).environment(here) == {}
-
-
-@pytest.mark.parametrize(("driver", "cards"), [("/", "0,3"), ("/no driver", None)])
-def test_where_no_variable_names_cards_a_host_with_a_driver_has_one_for_each_place(
-    monkeypatch: pytest.MonkeyPatch, driver: str, cards: str | None
-) -> None:
-    monkeypatch.setattr(attempts, "_CARDS_DRIVER", driver)
-    assert RankPositions((0, 3), (1,), 4).environment({}).get(CARDS) == cards
 
 
 class Home:
@@ -412,31 +391,12 @@ def test_a_rank_that_nobody_knew_yet_is_named_by_the_launcher_alone(home: Home) 
     assert judge(home.path, 0).culprit == ""
 
 
-def test_nothing_is_made_up_where_nothing_is_known(home: Home) -> None:
-    assert judge(home.path, 4).culprit == "Paddle's launcher ended with 4"
-
-
-def test_a_life_that_was_asked_to_end_has_saved(home: Home) -> None:
-    home.rank(0, step=9, saved=9, code=0)
-    home.ended((0, 0))
-    assert judge(home.path, 0) == Verdict(0, saved=9)
-
-
-def test_the_same_step_repeats_whoever_failed_and_the_start_only_with_the_same_error() -> None:
-    killed = Verdict(137, step=5, culprit="rank 1 died")
-    assert Verdict(1, step=5, culprit="rank 0 raised: x", raised=True).repeats(killed)
-    assert not Verdict(137, step=6, culprit="rank 1 died").repeats(killed)
-    assert not Verdict(137, culprit="rank 1 died").repeats(killed)
-    start = Verdict(1, culprit="rank 0 raised: x", raised=True)
-    assert start.repeats(start)
-    assert not Verdict(1, culprit="rank 0 raised: y", raised=True).repeats(start)
+def test_the_start_repeats_only_with_the_same_error_in_the_same_line() -> None:
     place = 'Traceback\n  File "train.py", line 3, in <module>\nKeyError: '
     first = Verdict(1, culprit="rank 0 raised: KeyError: at 10:31", details=place, raised=True)
     again = Verdict(1, culprit="rank 1 raised: KeyError: at 10:32", details=place, raised=True)
     assert again.repeats(first)
     assert not replace(again, details=place.replace("line 3", "line 4")).repeats(first)
-    lost = Verdict(137, culprit="rank 0 was ended by SIGKILL without a word")
-    assert not lost.repeats(lost)
 
 
 @pytest.mark.parametrize(

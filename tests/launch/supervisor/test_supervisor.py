@@ -111,20 +111,16 @@ def test_an_error_that_no_restart_mends_is_not_tried_again(
     assert "ModuleNotFoundError: No module named 'nowhere_to_be_found'" in told.said[0]
 
 
-def test_wrong_numbers_are_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_wrong_numbers_and_several_hosts_are_refused_before_anything_starts(
+    tmp_path: Path, capsys: Capture
+) -> None:
     script = tmp_path / "train.py"
     script.write_text("")
     wrong = "--nproc_per_node=0", "--max_restart=-1", "--grace=soon", "--grace=-1"
-    for option in wrong:
+    for option in (*wrong, *(f"--nnodes={nodes}" for nodes in ("0", "2:1", "2:", "many"))):
         assert main(["launch", option, str(script)]) == 2
-    for nodes in ("0", "2:1", "2:", "many"):
-        assert main(["launch", f"--nnodes={nodes}", str(script)]) == 2
     assert main(["launch", str(tmp_path / "missing.py")]) == 2
-
-
-def test_several_hosts_are_refused_with_what_to_use(tmp_path: Path, capsys: Capture) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("")
+    capsys.readouterr()
     went = "--master=10.0.0.1:80", "--host=10.0.0.1", "--elastic_timeout=9", "--neighbour-every=3"
     for option in (*went, "--nnodes=2", "--nnodes=1:4"):
         assert main(["launch", option, str(script)]) == 2
