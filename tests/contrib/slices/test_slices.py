@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -21,9 +22,9 @@ from fleetpipe.contrib.slices import bounds, cut_sequences, slice_shares
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.fleet.meta_parallel import LayerDesc, SharedLayerDesc
+from fleetpipe.paddle_api.device import allocated_bytes
 from fleetpipe.profiling import Link, PipelinePlan, Profile, Transfer, plan
 from tests.contrib.slices import sliced
-from tests.dygraph.observe.test_profile import require_nothing_stays
 from tests.dygraph.train.test_training import check
 from tests.pipelines import ROWS, bits, job, model_in_job, pipeline, sgd
 from tests.transport.test_late import stand_in
@@ -379,4 +380,10 @@ def test_a_plan_of_slices_trains_as_the_single_model_does() -> None:
 def test_nothing_stays_in_memory() -> None:
     with job(2, 2, "Seq1F1B", slices=3):
         model = pipeline(sliced.layers(), loss_fn=sliced.loss)
-        require_nothing_stays(model, sliced.batch(2 * ROWS, 24))
+        sizes = []
+        for _ in range(2):
+            model.profile(sliced.batch(2 * ROWS, 24))
+            gc.collect()
+            sizes.append(allocated_bytes())
+    # Less, where garbage of an earlier test goes meanwhile.
+    assert sizes[1] <= sizes[0]
