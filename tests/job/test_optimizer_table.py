@@ -16,6 +16,7 @@ import fleetpipe
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
 from fleetpipe.job.optimizer_table import require_clip, require_optimizer
+from tests.fixtures import Patch
 from tests.pipelines import job, pipeline
 
 pytestmark = pytest.mark.every_row
@@ -202,7 +203,7 @@ CLIPS: dict[str, tuple[Any, bool, bool]] = {
 
 
 @pytest.fixture(params=["pp", "mp"])
-def parted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def parted(request: pytest.FixtureRequest, monkeypatch: Patch) -> Iterator[str]:
     """A job that takes itself for one of two ranks along an axis, and its axis."""
     axis = request.param
     with job(allow=["optimizer:Lion", "clip:AutoClip"] if axis == "pp" else []) as running:

@@ -19,6 +19,7 @@ from fleetpipe.errors import ConfigError, PeerFailed, PipelineTimeout, Transport
 from fleetpipe.job import paddle_groups
 from fleetpipe.job.meeting import JobStore
 from fleetpipe.paddle_api.distributed import open_tcp_store
+from tests.fixtures import Patch
 from tests.job.test_job import MemoryStore
 from tests.transport.helpers import free_port
 
@@ -57,6 +58,7 @@ import ctypes, sys
 libc = ctypes.CDLL(None)
 libc.on_exit(libc.sleep, None)
 from fleetpipe.paddle_api.distributed import open_tcp_store
+from tests.fixtures import Patch
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(open_tcp_store("127.0.0.1", {port}, True, 5)))
 print("serving", flush=True)
 sys.stdin.readline()
@@ -143,7 +145,7 @@ class NoWatch:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
+def made(monkeypatch: Patch) -> Iterator[list[list[int]]]:
     """The members of each group that Paddle made."""
     groups: list[list[int]] = []
 

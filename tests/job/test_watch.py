@@ -92,6 +92,9 @@ def test_an_error_reaches_all_with_its_traceback(begin: Begin) -> None:
     fail(first, ValueError("bad value\nin line 2"))
     assert woken.wait(5)
     assert soon(lambda: third.failure)
+    late = threading.Event()
+    third.on_failure(late.set)
+    assert late.is_set()
     with pytest.raises(PeerFailed) as raised, second.guarding(lambda: "operation F1.0"):
         pytest.fail("a failure that is known is raised at once")
     text = str(raised.value)
@@ -101,15 +104,6 @@ def test_an_error_reaches_all_with_its_traceback(begin: Begin) -> None:
     assert "where: rank 1: operation F1.0" in text
     error = "rank 0 raised ValueError: bad value in line 2"
     assert raised.value.brief == f"rank 1: operation F1.0: ends because {error}"
-
-
-def test_the_first_line_of_an_error_of_fleetpipe_says_it_all(begin: Begin) -> None:
-    first, second = begin(2)
-    fail(first, ConfigError("no", expected="yes"))
-    assert soon(lambda: second.failure)
-    assert second.failure is not None
-    assert second.failure.text == "ConfigError: no"
-    assert "expected: yes" in second.failure.details
 
 
 def test_a_connection_that_ends_is_a_death_and_a_goodbye_is_none(begin: Begin) -> None:
@@ -345,8 +339,9 @@ def test_a_rank_that_cannot_say_how_it_gets_on_says_what_it_does(
     monkeypatch.setattr(module._log, "warning", lambda text, *values: said.append(text % values))
     first, second = begin(2)
     first.progress.gradient_norm = lambda: 1 / 0
-    first.progress.action = lambda: "in step 3"
-    assert soon(lambda: second._peers[0].record.action == "in step 3")
+    for action, told in ((lambda: "in step 3", "in step 3"), (lambda: str(1 / 0), "unknown (Zero")):
+        first.progress.action = action
+        assert soon(lambda told=told: told in second._peers[0].record.action)  # type: ignore[misc]
     assert said == ["rank 0 cannot say how it gets on: ZeroDivisionError('division by zero')"]
     assert first.failure is second.failure is None
 
@@ -367,13 +362,6 @@ def test_a_process_that_was_stopped_does_not_hold_the_time_against_others(
     assert second.failure is not None
 
 
-def test_an_error_in_the_description_does_not_stop_the_watch(begin: Begin) -> None:
-    first, second = begin(2)
-    first.progress.action = lambda: str(1 / 0)
-    assert soon(lambda: "unknown (ZeroDivisionError" in second._peers[0].record.action)
-    assert first._thread.is_alive()
-
-
 def test_a_watch_that_breaks_fails_its_rank(
     begin: Begin, monkeypatch: Patch, exits: list[int]
 ) -> None:
@@ -383,15 +371,6 @@ def test_a_watch_that_breaks_fails_its_rank(
     assert second.failure is not None
     assert second.failure.rank == 0
     assert "its watch over the other ranks broke" in second.failure.text
-
-
-def test_an_interrupt_that_comes_late_is_called_at_once(begin: Begin) -> None:
-    first, second = begin(2)
-    vanish(second)
-    assert soon(lambda: first.failure)
-    woken = threading.Event()
-    first.on_failure(woken.set)
-    assert woken.is_set()
 
 
 def test_a_forked_child_keeps_no_connection_open(begin: Begin) -> None:
@@ -415,33 +394,14 @@ def test_a_forked_child_keeps_no_connection_open(begin: Begin) -> None:
         os.waitpid(child, 0)
 
 
-def test_many_ranks_agree_on_the_origin(begin: Begin) -> None:
-    watches = begin(12)
-    vanish(watches[5])
-    for rank, watch in enumerate(watches):
-        if rank != 5:
-            assert soon(lambda watch=watch: watch.failure)  # type: ignore[misc]
-            assert watch.failure is not None
-            assert watch.failure.rank == 5
-
-
-def test_a_job_that_ends_and_begins_again_leaves_no_thread(begin: Begin) -> None:
-    before = threading.active_count()
-    for _ in range(3):
-        watches = [Watch(rank, ends) for rank, ends in enumerate(sockets_of(3))]
-        for watch in watches:
-            watch.close()
-            watch.close()
-        assert all(watch.failure is None for watch in watches)
-    assert threading.active_count() == before
-
-
 def test_a_failure_says_what_to_do() -> None:
     assert "read the log of rank 3" in str(Failure(3, "died", "it ended").error())
     assert "waits for no other" in str(Failure(3, "timed out", "late").error())
     ended = str(Failure(3, "left", "its process ended").error())
     assert "fewer batches" in ended
     assert "failed first" not in ended
+    failure = Failure.of(3, ConfigError("no", expected="yes"))
+    assert (failure.text, "expected: yes" in failure.details) == ("ConfigError: no", True)
 
 
 def test_sealed_news_pass_and_forged_ones_end_all() -> None:

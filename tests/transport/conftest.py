@@ -10,18 +10,19 @@ import pytest
 
 from fleetpipe.transport import MemoryHub, SocketTransport, Transport
 from tests import hidden_names
+from tests.fixtures import Patch
 from tests.transport.helpers import join_all
 
 
 @pytest.fixture(autouse=True)
-def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def _on_cpu(monkeypatch: Patch) -> None:
     paddle.set_device("cpu")
     if hidden_names.SYSTEM:  # no launcher gives these ranks the address of a host without identity
         monkeypatch.setenv("FLEETPIPE_ADDRESS", "127.0.0.1")
 
 
 @pytest.fixture
-def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[SocketTransport]]]:
+def sockets(monkeypatch: Patch) -> Iterator[Callable[..., list[SocketTransport]]]:
     """Joins ranks that are threads: ``sockets(3, force_tcp=True)``."""
     monkeypatch.setattr("fleetpipe.transport.sockets.CLOSING_SECONDS", 1.0)
     made: list[SocketTransport] = []

@@ -24,7 +24,7 @@ from fleetpipe.job.paddle_groups import directions
 from fleetpipe.mesh.groups import DirectGroup, Group
 from fleetpipe.transport import SocketTransport
 from tests import pipelines
-from tests.fixtures import Call
+from tests.fixtures import Call, Patch
 from tests.pipelines import begun, job, mlp_and_sgd
 from tests.transport.conftest import sockets as sockets
 from tests.transport.helpers import LIMIT, ThreadStore, forward, join_all, same, sample
@@ -220,7 +220,7 @@ class Communicator:
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_ranks_that_all_send_first_do_not_wait_for_each_other(
-    count: int, sockets: Callable[..., list[SocketTransport]], monkeypatch: pytest.MonkeyPatch
+    count: int, sockets: Callable[..., list[SocketTransport]], monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(paddle_groups, "device_kind", lambda: "gpu")
     monkeypatch.setattr(paddle_groups, "transfers", lambda made, _: (made.isend, made.irecv))

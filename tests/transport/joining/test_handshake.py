@@ -9,10 +9,10 @@ import sys
 import pytest
 
 import fleetpipe.transport
-from fleetpipe.transport import base as module
 from fleetpipe.transport.base import LOOK_SECONDS, STOPPED_SECONDS, Limit
 from fleetpipe.transport.handshake import Exchange, Greeting, Stale, Stranger, accepts, connects
 from tests.check_types import ROOT, sources, tree
+from tests.fixtures import Clock, Patch
 
 pytestmark = pytest.mark.no_paddle
 
@@ -111,47 +111,26 @@ def test_nothing_else_listens() -> None:
     }
 
 
-class Clock:
-    """Stands in for the module ``time``."""
-
-    now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(module, "time", made)
-    return made
-
-
-def test_a_wait_that_looks_often_ends_in_time(clock: Clock) -> None:
-    limit = Limit(5)
+def test_a_wait_that_looks_often_ends_in_time(monkeypatch: Patch) -> None:
+    clock, limit = Clock(monkeypatch), Limit(5)
     naps = 0
     while not limit.reached():
         clock.now += limit.nap()
         naps += 1
-    assert clock.now == 1005
+    assert clock.now == 5
     assert naps == 5 / LOOK_SECONDS
+    clock.now += 1.5
+    assert limit.nap() == 0
 
 
-def test_time_in_which_the_process_was_stopped_does_not_count(clock: Clock) -> None:
-    limit = Limit(60)
+def test_time_in_which_the_process_was_stopped_does_not_count(monkeypatch: Patch) -> None:
+    clock, limit = Clock(monkeypatch), Limit(60)
     for _ in range(9):
         clock.now += limit.nap()
     clock.now += 3600
     assert limit.seconds_left() == 60
     clock.now += STOPPED_SECONDS
     assert limit.seconds_left() == 60 - STOPPED_SECONDS
-
-
-def test_nothing_is_slept_where_nothing_is_left(clock: Clock) -> None:
-    limit = Limit(1)
-    clock.now += 1.5
-    assert limit.reached()
-    assert limit.nap() == 0
 
 
 def test_the_interface_loads_no_paddle() -> None:

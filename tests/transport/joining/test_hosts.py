@@ -10,12 +10,13 @@ from fleetpipe import systems
 from fleetpipe.errors import TransportError
 from fleetpipe.job import paddle_groups
 from fleetpipe.transport import hosts
+from tests.fixtures import Patch
 
 pytestmark = pytest.mark.once
 
 
 @pytest.fixture(autouse=True)
-def host(monkeypatch: pytest.MonkeyPatch) -> None:
+def host(monkeypatch: Patch) -> None:
     """A host named to 127.0.1.1 that reaches 10.1.0.0/16 from 10.1.2.3, on eth7."""
     for name in ("PADDLE_CURRENT_ENDPOINT", "PADDLE_TRAINER_ENDPOINTS", "FLEETPIPE_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
@@ -29,44 +30,34 @@ def host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(systems, "interfaces", lambda: interfaces)
 
 
-def launched(monkeypatch: pytest.MonkeyPatch, own: str, *others: str) -> None:
+def launched(monkeypatch: Patch, own: str, *others: str) -> None:
     """Sets what the launcher sets for a rank at the endpoint ``own``."""
     monkeypatch.setenv("PADDLE_CURRENT_ENDPOINT", own)
     monkeypatch.setenv("PADDLE_TRAINER_ENDPOINTS", ",".join([own, *others]))
 
 
-def test_the_launchers_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched(monkeypatch, "10.1.2.3:6170", "10.1.9.9:6170")
-    assert hosts.own_address() == "10.1.2.3"
-    launched(monkeypatch, "[fd00::1]:6170", "[fd00::2]:6170")
-    assert hosts.own_address() == "fd00::1"
+ETH7, LOOPBACK = ("eth7", "10.1.2.3"), ("lo", "127.0.0.1")
 
 
-def test_the_users_address_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched(monkeypatch, "10.1.2.3:6170")
-    monkeypatch.setenv("FLEETPIPE_ADDRESS", "node7")
-    assert hosts.own_address() == "node7"
-
-
-def test_a_loopback_address_is_told_to_no_other_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched(monkeypatch, "127.0.1.1:6170", "10.1.9.9:6170")
-    assert hosts.own_address() == "10.1.2.3"
-    assert hosts.gloo_interface() == ("eth7", "10.1.2.3")
-
-
-def test_one_host_stays_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched(monkeypatch, "127.0.1.1:6170", "127.0.1.1:6171")
-    assert hosts.own_address() == "127.0.1.1"
-    launched(monkeypatch, "10.1.2.3:6170", "10.1.2.3:6171")
-    assert hosts.gloo_interface() == ("lo", "127.0.0.1")
-
-
-def test_gloo_has_an_interface_where_the_own_address_is_of_ipv6(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("own", "other", "told", "address", "interface"),
+    [
+        ("10.1.2.3", "10.1.9.9", "", "10.1.2.3", ETH7),
+        ("[fd00::1]", "[fd00::2]", "", "fd00::1", ("", "")),
+        ("10.1.2.3", "10.1.9.9", "node7", "node7", ETH7),  # the user's comes first
+        ("10.1.2.3", "10.1.9.9", "fd00::1", "fd00::1", ETH7),
+        ("127.0.1.1", "10.1.9.9", "", "10.1.2.3", ETH7),  # no other host is told a loopback
+        ("127.0.1.1", "127.0.1.1", "", "127.0.1.1", LOOPBACK),
+        ("10.1.2.3", "10.1.2.3", "", "10.1.2.3", LOOPBACK),
+    ],
+)
+def test_addresses_and_interfaces(
+    monkeypatch: Patch, own: str, other: str, told: str, address: str, interface: tuple[str, str]
 ) -> None:
-    launched(monkeypatch, "10.1.2.3:6170", "10.1.9.9:6170")
-    monkeypatch.setenv("FLEETPIPE_ADDRESS", "fd00::1")
-    assert hosts.gloo_interface() == ("eth7", "10.1.2.3")
+    launched(monkeypatch, f"{own}:6170", f"{other}:6171")
+    monkeypatch.setenv("FLEETPIPE_ADDRESS", told)
+    assert hosts.own_address() == address
+    assert hosts.gloo_interface() == interface
 
 
 def test_a_name_that_leads_nowhere_is_refused() -> None:
@@ -76,7 +67,7 @@ def test_a_name_that_leads_nowhere_is_refused() -> None:
 
 
 def test_gloo_is_told_an_interface_unless_the_user_did(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:
     launched(monkeypatch, "10.1.2.3:6170", "10.1.9.9:6170")
     paddle_groups._choose_interface()
@@ -87,7 +78,7 @@ def test_gloo_is_told_an_interface_unless_the_user_did(
     assert paddle_groups.os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
-def test_the_other_end_of_a_unix_socket_is_of_this_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_end_of_a_unix_socket_is_of_this_user(monkeypatch: Patch) -> None:
     listener = hosts.listen_unix()
     with listener.sock, hosts.dial(listener.address) as dialled:
         accepted, _ = listener.sock.accept()
@@ -100,7 +91,7 @@ def test_the_other_end_of_a_unix_socket_is_of_this_user(monkeypatch: pytest.Monk
             hosts.dial(listener.address)
 
 
-def test_what_the_kernel_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_kernel_says(monkeypatch: Patch) -> None:
     monkeypatch.undo()
     assert ("lo", "127.0.0.1") in systems.interfaces()
     assert {name for name, _ in systems.interfaces()} <= {n for _, n in socket.if_nameindex()}

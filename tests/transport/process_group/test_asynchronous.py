@@ -13,6 +13,7 @@ import pytest
 from fleetpipe.errors import PeerFailed, PipelineTimeout
 from fleetpipe.transport import MemoryHub, ProcessGroupTransport
 from fleetpipe.transport.lanes import Lane
+from tests.fixtures import Patch
 from tests.transport.helpers import DTYPES, LIMIT, backward, forward, same, sample
 
 #: What ``phi::ToNCCLDataType`` takes in 2.6.2 and in 3.3.1; it throws at any other dtype.
@@ -128,7 +129,7 @@ def test_sent_tensors_are_kept_until_they_have_left() -> None:
 
 
 def test_what_lies_in_the_hosts_memory_is_sent_from_the_device(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
 ) -> None:
     wire = Wire()
     one, _ = ranks(wire)

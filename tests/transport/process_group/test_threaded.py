@@ -14,6 +14,7 @@ import pytest
 from fleetpipe.errors import BoundaryError, PeerFailed, PipelineTimeout
 from fleetpipe.transport import ProcessGroupTransport, SocketTransport
 from fleetpipe.transport.lanes import Lane
+from tests.fixtures import Patch
 from tests.transport.helpers import LIMIT, backward, forward, same, sample
 
 pytestmark = pytest.mark.once
@@ -149,7 +150,7 @@ def test_an_interrupt_ends_a_wait(pair: list[ProcessGroupTransport]) -> None:
 
 
 def test_a_broken_transfer_is_told_at_both_ends(
-    pair: list[ProcessGroupTransport], monkeypatch: pytest.MonkeyPatch
+    pair: list[ProcessGroupTransport], monkeypatch: Patch
 ) -> None:
     def stop(*_: object) -> None:
         time.sleep(2 * PATIENCE)

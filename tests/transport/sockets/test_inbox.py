@@ -31,6 +31,7 @@ from fleetpipe.transport.wire.structure import (
     encode,
     pack_header,
 )
+from tests.fixtures import Patch
 from tests.transport.helpers import LIMIT, backward, forward, same, sample
 
 ROUTE = Route(forward(3), 1, 0)
@@ -252,7 +253,7 @@ def test_a_view_waits_for_its_members(sockets: Join) -> None:
 
 
 def test_bytes_of_files_stay_there(
-    sockets: Callable[..., list[SocketTransport]], monkeypatch: pytest.MonkeyPatch
+    sockets: Callable[..., list[SocketTransport]], monkeypatch: Patch
 ) -> None:
     moved: list[int] = []
     monkeypatch.setattr(bridge, "device_kind", lambda: "gpu")

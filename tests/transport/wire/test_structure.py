@@ -32,6 +32,7 @@ from fleetpipe.transport.wire.structure import (
     pack_header,
     unpack_header,
 )
+from tests.fixtures import Patch
 
 pytestmark = pytest.mark.no_paddle
 
@@ -119,7 +120,7 @@ def test_nine_megabytes_are_refused_at_once(tree: Any) -> None:
     assert time.process_time() - begun < 20
 
 
-def test_more_tensors_than_this_host_has_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_tensors_than_this_host_has_memory(monkeypatch: Patch) -> None:
     monkeypatch.setattr(message, "_MEMORY_BYTES", 1 << 34)
     tree = ["tensor", "uint8", [(1 << 34) + 1], True]
     with pytest.raises(TransportError, match="bytes of tensors, where this host has"):

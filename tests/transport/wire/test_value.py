@@ -32,7 +32,7 @@ from fleetpipe.transport.wire.structure import (
     Structure,
     TensorLeaf,
 )
-from tests.fixtures import Call, Patch
+from tests.fixtures import Patch
 from tests.transport.helpers import (
     DTYPES,
     LIMIT,
@@ -306,19 +306,13 @@ def test_a_message_that_was_changed(ends: Ends, at: int) -> None:
     refused(ends, 0)
 
 
-def test_a_message_that_is_repeated(ends: Ends) -> None:
-    frames = sent(ends, 2)
-    ends[3].sendall(frames[0] + frames[1] + frames[1])
-    ends[1].receive(0, forward(0), LIMIT)
-    ends[1].receive(0, forward(1), LIMIT)
-    refused(ends, 1)
-
-
-def test_a_message_that_is_left_out(ends: Ends) -> None:
+@pytest.mark.parametrize("order", [(0, 1, 1), (0, 2)], ids=["repeated", "left out"])
+def test_messages_that_do_not_follow_each_other(ends: Ends, order: tuple[int, ...]) -> None:
     frames = sent(ends, 3)
-    ends[3].sendall(frames[0] + frames[2])
-    ends[1].receive(0, forward(0), LIMIT)
-    refused(ends, 2)
+    ends[3].sendall(b"".join(frames[k] for k in order))
+    for k in order[:-1]:
+        assert same(ends[1].receive(0, forward(k), LIMIT), sample("float32", [3], seed=k))
+    refused(ends, order[-1])
 
 
 def test_a_message_that_is_sent_back(ends: Ends) -> None:
@@ -357,19 +351,14 @@ def begin(store: ThreadStore, secrets: list[str]) -> list[Any]:
         return list(threads.map(one, range(len(secrets))))
 
 
-@pytest.mark.parametrize(
-    ("secrets", "got"),
-    [
-        ([SECRET, SECRET + "!"], ["a secret on rank 0, a secret on rank 1"]),
-        ([SECRET, ""], ["a secret on rank 0, no secret on rank 1"]),
-        (["", SECRET], ["no secret on rank 0, a secret on rank 1"]),
-    ],
-)
-def test_ranks_with_other_secrets_say_so_at_once(secrets: list[str], got: list[str]) -> None:
-    for error in begin(ThreadStore(), secrets):
+@pytest.mark.parametrize("secrets", [(SECRET, SECRET + "!"), (SECRET, ""), ("", SECRET)])
+def test_ranks_with_other_secrets_say_so_at_once(secrets: tuple[str, str]) -> None:
+    errors = begin(ThreadStore(), [*secrets])
+    for error in errors:
         assert isinstance(error, TransportError)
         assert "were not given the same secret" in str(error)
-    assert got[0] in str(begin(ThreadStore(), secrets)[0])
+    articles = ["a" if secret else "no" for secret in secrets]
+    assert f"got: {articles[0]} secret on rank 0, {articles[1]} secret on rank 1" in str(errors[0])
 
 
 def test_the_secret_is_not_in_the_store_and_what_is_there_does_not_do(
@@ -382,27 +371,16 @@ def test_the_secret_is_not_in_the_store_and_what_is_there_does_not_do(
     assert SECRET.encode().hex() not in str(store.values)
 
 
-@pytest.mark.parametrize(
-    "set_up",
-    [
-        lambda patch, file: patch.setenv("FLEETPIPE_SECRET", SECRET),
-        lambda patch, file: (
-            patch.setenv("FLEETPIPE_SECRET_FILE", str(file)),
-            file.write_text(SECRET + "\n"),
-        ),
-    ],
-    ids=["variable", "file"],
-)
-def test_where_the_secret_is_from(set_up: Call, monkeypatch: Patch, tmp_path: Path) -> None:
+def test_where_the_secret_is_from(monkeypatch: Patch, tmp_path: Path) -> None:
     assert user_secret() == b""
-    set_up(monkeypatch, tmp_path / "secret")
-    assert user_secret() == SECRET.encode()
-
-
-def test_a_secret_that_is_none(monkeypatch: Patch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FLEETPIPE_SECRET_FILE", str(tmp_path / "missing"))
+    file = tmp_path / "secret"
+    monkeypatch.setenv("FLEETPIPE_SECRET_FILE", str(file))
     with pytest.raises(ConfigError, match="cannot read FLEETPIPE_SECRET_FILE="):
         join(rank=0, ranks=2, store=ThreadStore(), namespace="test", timeout=LIMIT)
+    file.write_text(SECRET + "\n")
+    assert user_secret() == SECRET.encode()
+    monkeypatch.setenv("FLEETPIPE_SECRET", SECRET[::-1])
+    assert user_secret() == SECRET[::-1].encode()
     monkeypatch.setenv("FLEETPIPE_SECRET", "short")
     with pytest.raises(ConfigError, match="FLEETPIPE_SECRET is too short") as raised:
         user_secret()
