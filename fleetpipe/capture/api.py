@@ -10,18 +10,18 @@ from typing import Any
 
 from fleetpipe import log
 from fleetpipe.capture.arguments import (
+    ranks_for_stages,
     require_plain_model,
     require_stage_numbers,
     require_whole,
     resolve_no_split,
 )
-from fleetpipe.capture.captured_pipeline import CapturedPipeline, Findings
+from fleetpipe.capture.captured_pipeline import CapturedPipeline
 from fleetpipe.capture.cutting.auto import require_one_stage, resolve_split_spec
 from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec
 from fleetpipe.capture.proof import planned_schedule, prove
 from fleetpipe.capture.repeatability import require_same_calls
 from fleetpipe.capture.running.captured_state import initialize, return_memory, without_memory
-from fleetpipe.capture.running.stages import Head
 from fleetpipe.capture.running.variants import StagedCaptures
 from fleetpipe.capture.tracing.capturing import Capturer
 from fleetpipe.capture.tracing.signature import ROWS, fill_input_specs
@@ -132,11 +132,11 @@ def pipeline(
     chunks = None if num_chunks == 1 else num_chunks
     if chunks is None and job is not None:
         num_chunks = Arrangement(job.degrees.pp, None, use_dualpipev=False).placement.chunks
-    stages = require_stage_numbers(num_stages, num_chunks, job)
+    asked_ranks = require_stage_numbers(num_stages, num_chunks, job)
     rows = ROWS if job is None else PipelineConfig.from_strategy(user_strategy()).micro_batch_size
     no_classes = resolve_no_split(require_plain_model(model), no_split)
-    of_head = _vocabulary_head_in_place(model, vocabulary_head, stages.ranks, chunks, plan)
-    with paddle.enable_grad(), of_head as head:
+    head_in_place = _vocabulary_head_in_place(model, vocabulary_head, asked_ranks, chunks, plan)
+    with paddle.enable_grad(), head_in_place as head:
         losses = loss_fn if isinstance(loss_fn, Sequence) else [loss_fn]
         example = fill_input_specs(example_inputs, rows)
         require_whole(example, shape_inputs)
@@ -144,22 +144,25 @@ def pipeline(
         if verify:
             require_same_calls(capturer)
         names = () if head is None else head.names
-        cut = resolve_split_spec(capturer, split_spec, stages.total, memory_cap, names)
-        ranks = stages.ranks_of(cut.stages, str(cut))
-        again = () if plan is None else tuple(chain.from_iterable(plan.recompute))
-        captures = StagedCaptures(capturer, cut.borders, recompute_interval, again)
+        stages = None if asked_ranks is None else asked_ranks * num_chunks
+        borders, choice = resolve_split_spec(capturer, split_spec, stages, memory_cap, names)
+        ranks = ranks_for_stages(borders, asked_ranks, num_chunks)
+        recomputed = () if plan is None else tuple(chain.from_iterable(plan.recompute))
+        captures = StagedCaptures(capturer, borders, recompute_interval, recomputed)
         examples = [captures.of_example(training) for training in (True, False)]
         if head is not None:
             head.require_last(*(staged.trace for staged in examples))
         require_one_stage([(staged.trace, staged.starts) for staged in examples])
         captures.warn_left_out(captures.of_example(training=True))
-        proof, whole = None, bool(verify) and _allocate_whole(model)
+        proof, schedule, whole = None, None, bool(verify) and _allocate_whole(model)
+        if whole and job is not None:
+            schedule = planned_schedule(ranks, chunks, plan, captures.stages)
         if whole:
-            schedule = None if job is None else planned_schedule(ranks, chunks, plan, cut.stages)
             proof = prove(capturer, captures, schedule)
         shadowed = SHADOWED if whole and verify == FIRST and head is None else 0
-        findings = Findings(cut.choice, proof, plan, shadowed, head)
-        pipe = CapturedPipeline(model, captures, ranks, chunks, loss_fn, findings)
+        pipe = CapturedPipeline(
+            model, captures, ranks, chunks, loss_fn, choice, proof, plan, shadowed, head
+        )
         return_memory()
         return pipe
 
@@ -167,7 +170,7 @@ def pipeline(
 @contextmanager
 def _vocabulary_head_in_place(
     model: Layer, path: str | None, ranks: int | None, chunks: int | None, plan: PipelinePlan | None
-) -> Iterator[Head | None]:
+) -> Iterator[Any]:
     """Replaces the ``nn.Linear`` that gives a model's logits by the parts of a vocabulary head.
 
     An error within the context restores the ``nn.Linear``.
@@ -180,7 +183,7 @@ def _vocabulary_head_in_place(
         plan: The plan of the pipeline; None without one.
 
     Yields:
-        The head.
+        The ``HeadInParts`` of ``fleetpipe.contrib.vocabulary``.
 
     Raises:
         ConfigError: The number of ranks is unknown, or the layer cannot be replaced.

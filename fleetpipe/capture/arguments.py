@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from fleetpipe.aliases import Layer
+from fleetpipe.capture.cutting.split_spec import Border
 from fleetpipe.capture.tracing.signature import integer_tensors_at
 from fleetpipe.dygraph.layers.run_stage import require_dynamic_graph
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
@@ -15,53 +15,16 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_types import Inputs
 
 
-class StageArguments(NamedTuple):
-    """The number of ranks and chunks that the user or the job asks for.
-
-    Attributes:
-        ranks: Ranks of the pipeline; None if they follow from the number of stages in the cut.
-        chunks: Chunks on each rank.
-    """
-
-    ranks: int | None
-    chunks: int
-
-    @property
-    def total(self) -> int | None:
-        """The number of stages, ranks times chunks; None if the number of ranks is unknown."""
-        return None if self.ranks is None else self.ranks * self.chunks
-
-    def ranks_of(self, stages: int, cut: str) -> int:
-        """Returns the number of ranks for a cut.
-
-        Args:
-            stages: The number of stages of the cut.
-            cut: A text for the cut, for the error.
-
-        Raises:
-            ConfigError: The cut has another number of stages than the arguments.
-        """
-        if stages != (self.total or stages) or stages % self.chunks:
-            raise ConfigError(
-                f"split_spec cuts the model into {stages} stages",
-                expected=f"{self.total}: ranks of the pipeline times chunks"
-                if self.total
-                else f"a multiple of num_chunks={self.chunks}",
-                got=cut or "no cut",
-                fix="give one cut less than there are stages",
-            )
-        return stages // self.chunks
-
-
-def require_stage_numbers(
-    num_stages: int | None, num_chunks: int, job: Job | None
-) -> StageArguments:
-    """Checks the numbers of ranks and chunks that ``fleetpipe.pipeline`` got, and returns them.
+def require_stage_numbers(num_stages: int | None, num_chunks: int, job: Job | None) -> int | None:
+    """Checks the numbers of ranks and chunks that ``fleetpipe.pipeline`` got.
 
     Args:
         num_stages: The user's number of ranks of the pipeline; None if it was left out.
         num_chunks: Chunks on each rank.
         job: The current job, whose ``pp_degree`` is the number of ranks; None without a job.
+
+    Returns:
+        The number of ranks; None if it follows from the cut.
 
     Raises:
         ConfigError: An argument is no positive number, or ``num_stages`` is not the ``pp_degree``.
@@ -76,7 +39,31 @@ def require_stage_numbers(
             got=f"num_stages={num_stages}, and pp_degree={ranks} of fleet.init",
             fix="leave num_stages out: a job has its pp_degree",
         )
-    return StageArguments(ranks, num_chunks)
+    return ranks
+
+
+def ranks_for_stages(borders: Sequence[Border], ranks: int | None, chunks: int) -> int:
+    """Returns the number of ranks that hold the stages of a model.
+
+    Args:
+        borders: The borders between the stages.
+        ranks: The number of ranks that the user or the job asks for; None for any.
+        chunks: Chunks on each rank.
+
+    Raises:
+        ConfigError: Ranks times chunks is another number.
+    """
+    stages = len(borders) + 1
+    if stages % chunks or ranks not in (None, stages // chunks):
+        raise ConfigError(
+            f"split_spec cuts the model into {stages} stages",
+            expected=f"{ranks * chunks}: ranks of the pipeline times chunks"
+            if ranks
+            else f"a multiple of num_chunks={chunks}",
+            got=", ".join(map(str, borders)) or "no cut",
+            fix="give one cut less than there are stages",
+        )
+    return stages // chunks
 
 
 def require_plain_model(model: Layer) -> Layer:

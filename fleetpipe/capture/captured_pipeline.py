@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.cutting.auto import Choice, find_cut_points, tensors_used_by
@@ -22,10 +22,9 @@ from fleetpipe.capture.running.captured_state import (
     release,
     stages_using,
 )
-from fleetpipe.capture.running.stages import CapturedStages, Head, PlainCopy
+from fleetpipe.capture.running.stages import CapturedStages, PlainCopy
 from fleetpipe.capture.running.variants import (
     SameObject,
-    StagedCapture,
     StagedCaptures,
     require_same_parameters,
     tensor_references,
@@ -119,7 +118,8 @@ class OwnedNodes(OwnedStages):
         if stage >= self._captures.stages:
             return super().calls_of(stage, value)
         staged, value = self.borders.staged_capture(stage, value)
-        if _function_names(staged) != _function_names(self._captures.of_example(training=True)):
+        example = self._captures.of_example(training=True)
+        if [f.__name__ for f in staged.functions] != [f.__name__ for f in example.functions]:
             raise ConfigError(
                 "a captured model is measured with micro-batches like the example",
                 where=f"stage {stage}",
@@ -156,11 +156,6 @@ class OwnedNodes(OwnedStages):
         return tuple(number + 1 for number in borders)
 
 
-def _function_names(staged: StagedCapture) -> list[object]:
-    """Returns the names of the functions of a captured run, in order; None for one without name."""
-    return [getattr(function, "__name__", None) for function in staged.functions]
-
-
 def _refuse_second_use(number: int, parameter: Tensor) -> NoReturn:
     """Refuses that two nodes of one stage use the same parameter, if gradients are summed by trees.
 
@@ -178,25 +173,6 @@ def _refuse_second_use(number: int, parameter: Tensor) -> NoReturn:
         fix="cut the model between the two, make it a list of layers with SharedLayerDesc, or set "
         "fleetpipe_configs['sums'] = 'running'",
     )
-
-
-class Findings(NamedTuple):
-    """The cut of a model and the results of its checks.
-
-    Attributes:
-        choice: The cut that was chosen by cost; None if the user gave the cut.
-        proof: The result of the comparison with the plain model; None if nothing was compared.
-        plan: The plan that the cut comes from; None without a plan.
-        shadowed: How many of the first batches train the plain model too, to compare the two; 0
-            for none.
-        head: The vocabulary head whose parts are stages of their own; None without one.
-    """
-
-    choice: Choice | None = None
-    proof: Proof | None = None
-    plan: PipelinePlan | None = None
-    shadowed: int = 0
-    head: Head | None = None
 
 
 class CapturedPipeline(PipelineLayer):
@@ -220,8 +196,8 @@ class CapturedPipeline(PipelineLayer):
     users: dict[str, tuple[int, ...]]
     #: The parameters and buffers of the plain model when they were last compared, by name.
     _tensors: dict[str, SameObject]
-    #: See :class:`Findings`.
-    _head: Head | None
+    #: The ``HeadInParts`` whose parts are the last stages; None without a vocabulary head.
+    _head: Any
     _shadowed: int
 
     def __init__(
@@ -231,7 +207,11 @@ class CapturedPipeline(PipelineLayer):
         num_stages: int,
         num_chunks: int | None = None,
         loss_fn: Any = None,
-        findings: Findings | None = None,
+        choice: Choice | None = None,
+        proof: Proof | None = None,
+        plan: PipelinePlan | None = None,
+        shadowed: int = 0,
+        head: Any = None,
     ) -> None:
         """Makes a pipeline of this process's stages. Collective if ranks share weights.
 
@@ -241,22 +221,19 @@ class CapturedPipeline(PipelineLayer):
             num_stages: Ranks of the pipeline.
             num_chunks: Chunks on each rank; None takes the schedule's own number.
             loss_fn: As for ``PipelineLayer``.
-            findings: The results of the checks of the model.
+            choice: The cut that was chosen by cost; None if the user gave the cut.
+            proof: The result of the comparison with the plain model; None without one.
+            plan: The plan that the cut comes from; None without a plan.
+            shadowed: How many of the first batches train the plain model too, to compare the two.
+            head: The ``HeadInParts`` of a vocabulary head; None without one.
         """
-        findings = findings or Findings()
         # Not by Layer.__setattr__, which would make a sublayer of the model.
-        self.__dict__.update(
-            plain=plain,
-            captures=captures,
-            choice=findings.choice,
-            proof=findings.proof,
-            _shadowed=findings.shadowed,
-            _head=findings.head,
-        )
+        self.__dict__.update(plain=plain, captures=captures, choice=choice, proof=proof)
+        self.__dict__.update(_shadowed=shadowed, _head=head)
         example = captures.of_example(training=True)
-        described = [] if findings.head is None else [findings.head.description]
-        cut: dict[str, Any] = {"plan": findings.plan}
-        if findings.plan is None:
+        described = [] if head is None else [head.description]
+        cut: dict[str, Any] = {"plan": plan}
+        if plan is None:
             cut = {"seg_method": [0, *(start + 1 for start in example.starts)]}
         super().__init__(
             [*example.functions, *described],
@@ -478,13 +455,5 @@ class CapturedPipeline(PipelineLayer):
 
     def _layer_files(self) -> LayerFiles:
         """Returns Fleet's files of the plain model's layers."""
-        state = self.state
-        return files_of_model(
-            state.slots(),
-            self.users,
-            state.local_tensors(),
-            self._owned,
-            self.placement,
-            self._job,
-            self.holders,
-        )
+        state, where = self.state, (self._owned, self.placement, self._job, self.holders)
+        return files_of_model(state.slots(), self.users, state.local_tensors(), *where)

@@ -101,20 +101,9 @@ MODELS: dict[str, tuple[Callable[[], Any], list[Any], Any, Any, dict[str, int]]]
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_with_glue_gives_the_bits_of_the_plain_one(name: str) -> None:
     build, data, loss_fn, split_spec, edges = MODELS[name]
-    done = require_bits(build, data, split_spec, loss_fn=loss_fn, verify=False)
+    done = require_bits(build, data, split_spec, loss_fn=loss_fn)
     crossing = done.pipe.captures.of_example(training=True).crossing
     assert {str(edge): len(values) for edge, values in crossing.items()} == edges
-
-
-def test_a_tied_weight_differs_by_the_order_of_one_sum() -> None:
-    with job(pp=2):
-        done = trained(
-            GPT, [IDS, NEXT], loss_fn=of_tokens, split_spec=["blocks.2"], steps=1, verify=False
-        )
-    # Each stage adds its uses to the gradient by itself.
-    assert set(done.differing) <= {"step 0 gradient of embed.weight", "step 0 embed.weight"}
-    ours, theirs = done.pipe.state_dict(), done.plain.state_dict()
-    assert np.allclose(ours["embed.weight"], theirs["embed.weight"], rtol=1e-6, atol=1e-8)
 
 
 def test_outputs_in_containers_and_another_length_and_a_short_last_batch() -> None:
@@ -168,12 +157,11 @@ def of_first(output: Any, labels: Any) -> Any:
     return nn.functional.cross_entropy(output[0], labels)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBH1"])
-@pytest.mark.parametrize("split_spec", ["auto", ["last"]])
-def test_indices_that_have_the_flag_of_a_gradient_have_none(split_spec: Any, schedule: str) -> None:
+def test_indices_that_have_the_flag_of_a_gradient_have_none() -> None:
     inputs = paddle.to_tensor(np.random.default_rng(0).standard_normal((8, 4)), "float32")
     data = [inputs, paddle.arange(8).unsqueeze(1)]
-    require_bits(Reranked, data, split_spec, schedule, loss_fn=of_first)
+    require_bits(Reranked, data, ["last"], loss_fn=of_first)
+    require_bits(Reranked, data, "auto", "ZBH1", loss_fn=of_first, verify=True)
 
 
 class Weighted(nn.Layer):  # type: ignore[misc]
@@ -208,7 +196,8 @@ def test_inputs_may_be_of_any_dtype(dtype: str) -> None:
     data = [numbers.astype(dtype), paddle.arange(8).unsqueeze(1)]
     with job(2):
         build = Weighted(lambda x: x.astype("float32") / 99)
-        done = trained(lambda: build, data, split_spec=["second"])
+        verify = dtype in ("bool", "bfloat16", "complex64")
+        done = trained(lambda: build, data, split_spec=["second"], verify=verify)
         few = data[0][:1]
         assert np.array_equal(done.model.predict_batch(few), done.plain(few))
     assert done.differing == []
@@ -238,7 +227,7 @@ def test_what_a_batch_leaves_out_is_left_out(
     loss = nn.functional.cross_entropy(plain(*args), LABELS)
     loss.backward()
     with job(2, micro_batches=1):
-        pipe = fleetpipe.pipeline(model, example, nn.CrossEntropyLoss(), ["second"])
+        pipe = fleetpipe.pipeline(model, example, nn.CrossEntropyLoss(), ["second"], verify=False)
         wrapped = fleet.distributed_model(pipe)
         assert np.array_equal(wrapped.forward_backward_pipeline([batch, LABELS]), loss)
         for ours, right in zip(pipe.parameters(), plain.parameters()):
@@ -252,47 +241,35 @@ def test_what_a_batch_leaves_out_is_left_out(
 def test_a_batch_without_a_place_for_a_plain_value_is_refused(example: Any, batch: Any) -> None:
     with job(2):
         build = Weighted(lambda x, w=1.0, scale=1.0: x * w * scale)
-        pipe = fleetpipe.pipeline(build, example, nn.CrossEntropyLoss(), ["second"])
+        pipe = fleetpipe.pipeline(build, example, None, ["second"], verify=False)
         with pytest.raises(CaptureError, match="no place for the plain values"):
             fleet.distributed_model(pipe).predict_batch(batch)
 
 
-def trained_gpt(split_spec: Any) -> Any:
-    """A pipeline after a step, in the current job."""
-    pipe = fleetpipe.pipeline(GPT(), IDS[:2], of_tokens, split_spec, verify=False)
-    model = fleet.distributed_model(pipe)
-    model.train_batch([IDS, tokens(8, seed=1)], sgd(model))
-    return pipe
-
-
-def test_the_state_of_a_pipeline_is_saved_and_loads_into_the_plain_model(tmp_path: Path) -> None:
+def test_the_state_and_fleets_files_have_the_plain_names_and_fit_any_cut(tmp_path: Path) -> None:
     with job(2):
-        state = trained_gpt(["blocks.2"]).state_dict()
+        pipe = fleetpipe.pipeline(GPT(), IDS[:2], of_tokens, ["blocks.2"], verify=False)
+        model = fleet.distributed_model(pipe)
+        model.train_batch([IDS, NEXT], sgd(model))
+        state = pipe.state_dict()
         paddle.save(state, str(tmp_path / "gpt.pdparams"))
         kept = bits(state)
+        pipe.save_state_dict(tmp_path / "layers")
     plain = GPT()
     assert list(plain.state_dict()) == list(kept)
-    missing, unexpected = plain.set_state_dict(paddle.load(str(tmp_path / "gpt.pdparams")))
-    assert (missing, unexpected) == ([], [])
+    assert plain.set_state_dict(paddle.load(str(tmp_path / "gpt.pdparams"))) == ([], [])
     assert bits(plain.state_dict()) == kept
+    # Of four blocks six layers each have parameters; an embedding and a norm.
+    assert len(list((tmp_path / "layers").glob("*.pdparams"))) == 4 * 6 + 2
+    first = paddle.load(str(tmp_path / "layers" / "layer_00-tensor_00-model_states.pdparams"))
+    assert list(first) == ["embed.weight"]
     with job(3):
         other = fleetpipe.pipeline(GPT(), IDS[:2], split_spec=["blocks.1", "norm"], verify=False)
         other.set_state_dict(plain.state_dict())
         assert bits(other.state_dict()) == kept
-
-
-def test_fleets_files_have_the_plain_names_and_fit_any_cut(tmp_path: Path) -> None:
-    with job(2):
-        pipe = trained_gpt(["blocks.2"])
-        pipe.save_state_dict(tmp_path)
-        kept = bits(pipe.state_dict())
-    # Of four blocks six layers each have parameters; an embedding and a norm.
-    assert len(list(tmp_path.glob("*.pdparams"))) == 4 * 6 + 2
-    first = paddle.load(str(tmp_path / "layer_00-tensor_00-model_states.pdparams"))
-    assert list(first) == ["embed.weight"]
-    with job(4):
-        other = fleetpipe.pipeline(GPT(), IDS[:2], split_spec="blocks", verify=False)
-        other.set_state_dir(tmp_path)
+        for tensor in other.state_dict().values():
+            tensor.set_value(paddle.zeros_like(tensor))
+        other.set_state_dir(tmp_path / "layers")
         assert bits(other.state_dict()) == kept
 
 
@@ -363,33 +340,20 @@ SAMPLE = {
     "shufflenet_v2_x0_25": ["3_3", "4_2"],
     "mobilenet_v3_small": ["blocks.5"],
     "squeezenet1_1": ["_conv5"],
-    "densenet121": ["batch_norm"],
-    "resnext50_32x4d": ["layer3"],
     "LeNet": ["fc"],
 }
 
 
-@pytest.mark.once_for("densenet121", "resnext50")
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_vision_model_has_the_bits_of_the_plain_one(name: str) -> None:
     spec = SAMPLE[name]
-    done = compared(name, len(spec) + 1, steps=1, split_spec=spec, verify=False)
+    done = compared(name, len(spec) + 1, steps=1, split_spec=spec)
     assert done.differing == []
 
 
-#: The first node of stage 1, by the cut: each basic block has 7 nodes, or 9 with a downsample.
-CUTS: list[tuple[Any, int]] = [
-    (["layer3"], 34),
-    ({"layer3": SplitPoint.BEGINNING}, 34),
-    ({"layer2.0": SplitPoint.END}, 27),
+def test_an_unmodified_resnet_trains_to_the_same_bits() -> None:
     # Within a block, whose input goes over the edge too, to the addition.
-    ({"layer2.0.conv2": SplitPoint.END}, 22),
-]
-
-
-@pytest.mark.parametrize(("split_spec", "start"), CUTS, ids=str)
-def test_an_unmodified_resnet_trains_to_the_same_bits(split_spec: Any, start: int) -> None:
-    done = require_bits(
-        lambda: resnet18(num_classes=IMAGE_CLASSES), images(8), split_spec, verify=False
-    )
-    assert done.pipe.segment_parts == [0, start + 1, 71]
+    cut = {"layer2.0.conv2": SplitPoint.END}
+    done = require_bits(lambda: resnet18(num_classes=IMAGE_CLASSES), images(8), cut)
+    # Each basic block has 7 nodes, or 9 with a downsample.
+    assert done.pipe.segment_parts == [0, 23, 71]

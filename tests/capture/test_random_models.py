@@ -16,7 +16,7 @@ from tests.capture.random_models import ROWS, WIDTH, RandomModel
 from tests.pipelines import job
 
 #: ``python -m tests.capture.test_random_models FIRST LAST`` tries others.
-NUMBERS = range(12)
+NUMBERS = range(8)
 
 
 def loss_fn(output: Any, labels: Any) -> Any:
@@ -41,8 +41,8 @@ def require_same(number: int) -> None:
             [x, x],
             loss_fn=loss_fn,
             keyed=True,
-            steps=2,
             split_spec=spec,
+            verify=True,
         )
     ours, theirs = done.pipe.state_dict(), done.plain.state_dict()
     assert done.differing == [] or done.pipe.proof.summed, number
@@ -50,7 +50,7 @@ def require_same(number: int) -> None:
         assert np.allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-6), (number, name)
 
 
-@pytest.mark.once_for("4", "5", "6", "7", "8", "9", "10", "11")
+@pytest.mark.once_for("4", "5", "6", "7")
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_random_model_gives_its_own_bits(number: int) -> None:
     require_same(number)

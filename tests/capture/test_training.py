@@ -47,24 +47,17 @@ def batch(rows: int) -> list[Any]:
 def test_every_schedule_gives_the_bits_of_the_plain_model(schedule: str) -> None:
     chunks = SCHEDULES[schedule]
     done = require_bits(
-        lambda: Residual(dropout=0.0),
-        batch(8),
-        CUTS[chunks],
-        num_chunks=chunks,
-        verify=False,
-        schedule=schedule,
+        lambda: Residual(dropout=0.0), batch(8), CUTS[chunks], schedule, num_chunks=chunks
     )
     split = schedule in ("ZBH1", "ZBV", "DualPipeV")
     assert len(gradients_in_w(done.model._runtime.stage.split)) == (20 if split else 0)
 
 
 def test_recompute_gives_the_bits_of_the_plain_model() -> None:
-    require_bits(
-        lambda: Residual(dropout=0.0), batch(8), ["blocks.4"], recompute_interval=3, verify=False
-    )
+    require_bits(lambda: Residual(dropout=0.0), batch(8), ["blocks.4"], recompute_interval=3)
 
 
-@pytest.mark.parametrize("kind", ["hook", "weight_norm", "spectral_norm"])
+@pytest.mark.parametrize("kind", ["hook", "spectral_norm"])
 def test_a_layer_with_a_hook_is_recomputed(kind: str) -> None:
     def build() -> Any:
         inner = nn.Linear(8, 8)
@@ -113,7 +106,7 @@ def test_a_sparse_embedding_has_the_bits_of_the_plain_model(schedule: str) -> No
 
 
 def test_dropouts_have_the_bits_of_the_plain_model_under_the_same_keys() -> None:
-    require_bits(Residual, batch(8), ["blocks.4"], keyed=True, verify=False)
+    require_bits(Residual, batch(8), ["blocks.4"], keyed=True)
 
 
 def _after(split_spec: list[str], **options: Any) -> tuple[bytes, dict[str, bytes]]:
@@ -157,7 +150,7 @@ def trained_on_one_device_and_on_ranks(lazy: bool) -> tuple[int, int]:
     begin(2, 4)
     numbers = np.random.default_rng(0).standard_normal((2, 8, 256)).astype("float32")
     inputs, labels = map(paddle.to_tensor, numbers)
-    alone = wide(8 if lazy else 16)
+    alone = wide(4 if lazy else 8)
     optimizer = adamw(alone)
     for _ in range(2):
         nn.functional.mse_loss(alone(inputs), labels).backward()
@@ -167,8 +160,8 @@ def trained_on_one_device_and_on_ranks(lazy: bool) -> tuple[int, int]:
     gc.collect()
     one_device = most_alive()
     with paddle.LazyGuard() if lazy else contextlib.nullcontext():
-        plain = wide(16)
-    pipe = fleetpipe.pipeline(plain, inputs[:2], nn.MSELoss(), ["8"])
+        plain = wide(8)
+    pipe = fleetpipe.pipeline(plain, inputs[:2], nn.MSELoss(), ["4"])
     model = fleet.distributed_model(pipe)
     optimizer = fleet.distributed_optimizer(adamw(pipe))
     for _ in range(3):

@@ -72,7 +72,7 @@ def compared(name: str, stages: int, steps: int = 3, **options: Any) -> Result:
 
 def row(name: str) -> tuple[str, ...]:
     """Returns what the table says of a model."""
-    done = {stages: compared(name, stages) for stages in (2, 4)}
+    done = {stages: compared(name, stages, verify=True) for stages in (2, 4)}
     choices = {stages: result.pipe.choice for stages, result in done.items()}
     pipe = done[2].pipe
     differing = [what for result in done.values() for what in result.differing]

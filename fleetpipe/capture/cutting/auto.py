@@ -29,7 +29,7 @@ from fleetpipe.capture.tracing.capturing import Capturer, in_mode
 from fleetpipe.capture.tracing.model_snapshot import state_kept
 from fleetpipe.capture.tracing.signature import PLAIN
 from fleetpipe.capture.tracing.value import Capture, Node, Ref, StateRef, arguments, spec_of
-from fleetpipe.dygraph.gradients import cause_of_backward, drop_gradients
+from fleetpipe.dygraph.gradients import drop_gradients, explain_backward_error
 from fleetpipe.dygraph.observe import layer_meter
 from fleetpipe.dygraph.observe.profile import TYPICAL
 from fleetpipe.errors import CaptureError, ConfigError, PartitionError
@@ -103,8 +103,8 @@ def require_one_stage(runs: Sequence[tuple[Capture, Sequence[int]]]) -> None:
         CaptureError: Two stages do.
     """
     traces, cuts = zip(*runs)
+    written = find_spans(traces)
     for starts in zip(*cuts):
-        written = find_spans(traces)
         name = find_split_state(written, starts)
         if name is not None:
             before, after = _describe_users(name, runs)
@@ -165,7 +165,7 @@ def measure_nodes(capturer: Capturer, trace: Capture, places: Iterable[int]) -> 
             try:
                 output = meter.run_of(number)(value, None)
             except Exception as error:
-                raise cause_of_backward(error)  # noqa: B904 (the error itself, or its cause)
+                raise explain_backward_error(error)  # noqa: B904 (the error itself, or its cause)
             drop_gradients(without_memory)
         return output
 
@@ -353,34 +353,14 @@ def measure_on_one_rank(job: Job | None, measure: Callable[[], Profile]) -> Prof
         return Profile.loads(job.everyone().broadcast(text, 0))
 
 
-class Cut(NamedTuple):
-    """The cut of a model.
-
-    Attributes:
-        borders: The borders between the stages, in order.
-        choice: The chosen cut with its costs; None if the user gave the cut.
-    """
-
-    borders: tuple[Border, ...]
-    choice: Choice | None = None
-
-    @property
-    def stages(self) -> int:
-        """The number of stages."""
-        return len(self.borders) + 1
-
-    def __str__(self) -> str:
-        return ", ".join(map(str, self.borders))
-
-
 def resolve_split_spec(
     capturer: Capturer,
     spec: SplitSpec | PipelinePlan,
     stages: int | None,
     memory_cap: float | str | None = None,
     head: Sequence[str] = (),
-) -> Cut:
-    """Returns the cut for a user's ``split_spec``. Collective over the job for "auto".
+) -> tuple[tuple[Border, ...], Choice | None]:
+    """Returns the borders for a user's ``split_spec``. Collective over the job for "auto".
 
     Args:
         capturer: The model with its example inputs.
@@ -389,6 +369,9 @@ def resolve_split_spec(
         memory_cap: With "auto", the bytes that a stage may use.
         head: The names of the layers after the model's nodes: the parts of its vocabulary head, and
             the loss.
+
+    Returns:
+        The borders between the stages, in order; and with "auto" the choice, with its costs.
 
     Raises:
         ConfigError: ``spec`` names something that does not exist, needs the number of stages, or is
@@ -403,9 +386,9 @@ def resolve_split_spec(
         spec.require_layers(names)
         named, _ = find_cut_points(training, capturer(signature, False))
         firsts = spec.partition.boundaries[1 : spec.schedule.placement.body]
-        return Cut(tuple(named[first - 1] for first in firsts))
+        return tuple(named[first - 1] for first in firsts), None
     if not isinstance(spec, str) or spec != AUTO:
-        return Cut(tuple(borders_of(spec, capturer.model, training, stages)))
+        return tuple(borders_of(spec, capturer.model, training, stages)), None
     if stages is None:
         raise ConfigError(
             'split_spec="auto" needs the number of stages',
@@ -424,4 +407,4 @@ def resolve_split_spec(
         )
     profile = measure_on_one_rank(current_job(), lambda: measure_nodes(capturer, training, named))
     choice = choose(profile, named, stages, memory_cap)
-    return Cut(choice.borders, choice)
+    return choice.borders, choice

@@ -20,12 +20,6 @@ from fleetpipe.errors import CaptureError, ConfigError, nearest, require_whole
 from fleetpipe.partition import uniform
 from fleetpipe.schedules import Edge
 
-__all__ = [
-    "AUTO",
-    "SplitSpec",
-    "borders_of",
-]
-
 #: The ``split_spec`` that chooses the cut by the costs of the nodes.
 AUTO = "auto"
 
@@ -171,15 +165,6 @@ def _start_in_run(trace: Capture, border: Border, example: Capture) -> int:
     return len(trace.nodes)
 
 
-def sort_borders(trace: Capture, borders: Sequence[Border]) -> list[Border]:
-    """Returns borders in the order in which a run reaches them.
-
-    Raises:
-        ConfigError: The forward does not reach a border.
-    """
-    return sorted(borders, key=lambda border: border.start(trace))
-
-
 def values_on_edges(
     trace: Capture, starts: Sequence[int], edges: Collection[Edge] = ()
 ) -> dict[Edge, tuple[str, ...]]:
@@ -251,13 +236,13 @@ def borders_of(spec: SplitSpec, model: Layer, trace: Capture, stages: int | None
     if not isinstance(spec, (Mapping, Sequence)):
         raise _unknown_spec_error(spec)
     _require_names(spec, model)
-    if isinstance(spec, Sequence):
-        return sort_borders(trace, [AtCall(path) for path in spec])
-    # The enumeration of Paddle's ``pp_config`` has the same names.
-    points = {path: SplitPoint[p.name] for path, p in spec.items() if isinstance(p, Enum)}
-    if len(points) == len(spec):
-        return sort_borders(trace, [AtCall(path, point) for path, point in points.items()])
-    return _borders_of_stages(spec, trace)
+    borders = [AtCall(path) for path in spec]
+    if isinstance(spec, Mapping):
+        # The enumeration of Paddle's ``pp_config`` has the same names.
+        borders = [AtCall(n, SplitPoint[p.name]) for n, p in spec.items() if isinstance(p, Enum)]
+        if len(borders) < len(spec):
+            return _borders_of_stages(spec, trace)
+    return sorted(borders, key=lambda border: border.start(trace))
 
 
 def _unknown_spec_error(spec: object) -> ConfigError:

@@ -126,24 +126,6 @@ def training_difference_error(
     )
 
 
-def hook_calls_error(model: Layer, calls: Calls, expected: Calls) -> CaptureError:
-    """Returns the error for hooks that the stages call more or less often than the model does.
-
-    Args:
-        model: The plain model.
-        calls: The number of calls of each layer's hooks by the stages.
-        expected: The number of calls by the plain model.
-    """
-    path = next(path for path in [*expected, *calls] if calls[path] != expected[path])
-    return CaptureError(
-        f"the captured stages call the hooks of {path} "
-        f"{calls[path]} times, and the model calls them {expected[path]} times",
-        where=forward_location(dict(model.named_sublayers())[path]),
-        cause="the layer is called in another way than by its name in the model",
-        fix="put the hook on a sublayer, or the layer's class into no_split",
-    )
-
-
 def find_node_using(
     staged: StagedCapture, model: Layer, names: Sequence[str], backwards: bool
 ) -> Node | None:
@@ -197,43 +179,22 @@ def find_first_differing_node(
         keys: The random keys of both; None if the model draws no random numbers.
     """
     model, (args, named) = capturer.model, arguments_of(copy_tensors(inputs))
-    recorded = _OutputRecorder(model, capturer.unopened, keys)
+    recorder = _OutputRecorder(model, capturer.unopened, keys)
     with paddle.no_grad(), random_keys.under_keys(keys, SoleGroup()):
-        with state_kept(model), intercepting(recorded):
+        with state_kept(model), intercepting(recorder):
             model(*args, **named)
         with state_kept(model):
-            return _run_until_difference(staged, inputs, keys, recorded.outputs)
-
-
-def _run_until_difference(
-    staged: StagedCapture,
-    inputs: Nest,
-    keys: random_keys.Keys | None,
-    expected_outputs: list[list[Tensor]],
-) -> Node | None:
-    """Repeats the captured calls until the outputs of a node differ, and returns that node.
-
-    Args:
-        staged: The captured run.
-        inputs: One micro-batch.
-        keys: The random keys; None if the model draws no random numbers.
-        expected_outputs: The output tensors of each node of the plain model.
-
-    Returns:
-        The node; None if no outputs differ.
-    """
-    values: Nest = staged.functions[0](inputs)
-    calls = zip(staged.functions[1:-1], staged.trace.nodes, expected_outputs)
-    for number, (function, node, expected) in enumerate(calls):
-        if keys is not None:
-            keys.enter(number + 1)
-        values = function(values)
-        outputs = [values.get(value_name(value)) for value in node.outputs]
-        for output, expected_output in zip(outputs, expected):
-            if output is None or not has_memory(output):
-                continue
-            if not same_bits(output, expected_output):
-                return node
+            values: Nest = staged.functions[0](inputs)
+            calls = zip(staged.functions[1:-1], staged.trace.nodes, recorder.outputs)
+            for number, (function, node, expected_outputs) in enumerate(calls):
+                if keys is not None:
+                    keys.enter(number + 1)
+                values = function(values)
+                outputs = [values.get(value_name(value)) for value in node.outputs]
+                for output, expected in zip(outputs, expected_outputs):
+                    has_value = output is not None and has_memory(output)
+                    if has_value and not same_bits(output, expected):
+                        return node
     return None
 
 
@@ -325,7 +286,16 @@ def prove(capturer: Capturer, captures: StagedCaptures, schedule: Schedule | Non
                     capturer, captures, moment, differing, course, keys_of
                 )
     if calls != expected_calls:
-        raise hook_calls_error(model, calls, expected_calls)
+        path = next(
+            path for path in [*expected_calls, *calls] if calls[path] != expected_calls[path]
+        )
+        raise CaptureError(
+            f"the captured stages call the hooks of {path} "
+            f"{calls[path]} times, and the model calls them {expected_calls[path]} times",
+            where=forward_location(dict(model.named_sublayers())[path]),
+            cause="the layer is called in another way than by its name in the model",
+            fix="put the hook on a sublayer, or the layer's class into no_split",
+        )
     return _summarize(expected, course, comparison.rounded, captures, keyed)
 
 

@@ -50,7 +50,7 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.eager_operations import intercepting, set_data
 from fleetpipe.paddle_api.layer import forward_hooks, state_slots
 from fleetpipe.paddle_api.tensor import copy_of, has_memory
-from fleetpipe.schedules import Placement, Plan, Schedule, forward_only
+from fleetpipe.schedules import Placement, Schedule, forward_only
 from fleetpipe.schedules.action import GlobalMicroBatch
 from fleetpipe.transport import MemoryHub
 
@@ -59,8 +59,6 @@ RATE = 0.05
 
 #: The timeout of an engine in seconds; in one process no message has to be waited for.
 _TIMEOUT = 1.0
-
-_FIRST = GlobalMicroBatch(0)
 
 #: The number of calls of a layer's hooks, by the path of the layer.
 Calls = Counter[str]
@@ -192,45 +190,34 @@ class StagesTrainer:
             outputs[number] = map_tensors(lambda tensor: tensor.detach(), output)
             return weighted_sum_of(output)
 
-        plan = step.schedule.lower(self._stages.edges(training=True))
-        stage = self._stage(step.schedule)
         numbers = list(range(len(step.micro_batches)))
         batches = MicroBatches([copy_tensors(inputs) for inputs in step.micro_batches], numbers)
-        stage.begin(Batch(batches, Losses([loss], step.weights)))
-        try:
-            with random_keys.under_keys(self._keys_of(step), SoleGroup()):
-                collectives = dict.fromkeys(("REDUCE", "STEP"), lambda: None)
-                _engine(plan, stage).run(collectives, _FIRST)
-        finally:
-            stage.end()
+        with random_keys.under_keys(self._keys_of(step), SoleGroup()):
+            self._run(step.schedule, Batch(batches, Losses([loss], step.weights)), training=True)
         return outputs
 
     def evaluate(self, inputs: Nest) -> Nest:
         """Runs the forward of one micro-batch without gradients, and returns its output."""
-        schedule = forward_only(Placement("loop", self._captures.stages), 1)
-        stage = self._stage(schedule)
         batch = Batch(MicroBatches([inputs], None))
-        stage.begin(batch)
-        try:
-            with paddle.no_grad():
-                _engine(schedule.lower(self._stages.edges(training=False)), stage).run({}, _FIRST)
-        finally:
-            stage.end()
+        schedule = forward_only(Placement("loop", self._captures.stages), 1)
+        with paddle.no_grad():
+            self._run(schedule, batch, training=False)
         return batch.outputs[0]
 
-    def _stage(self, schedule: Schedule) -> DygraphStage:
-        """Returns what runs the actions of all stages in a schedule."""
-        staged = self._captures.of_example(training=True)
-        split = SplitBackward(schedule, staged.layers)
+    def _run(self, schedule: Schedule, batch: Batch, training: bool) -> None:
+        """Runs all ranks of a schedule on a batch, in this process."""
+        split = SplitBackward(schedule, self._captures.of_example(training=True).layers)
         placement = Placement("loop", self._captures.stages)
-        return DygraphStage(self._stages.function, placement, split, self._stages)
-
-
-def _engine(plan: Plan, stage: DygraphStage) -> Engine:
-    """Returns an engine that runs the actions of all ranks in this process."""
-    hub = MemoryHub(plan.placement.ranks)
-    endpoints = {rank: hub.endpoint(rank) for rank in range(plan.placement.ranks)}
-    return Engine(plan, stage, endpoints, _TIMEOUT)
+        stage = DygraphStage(self._stages.function, placement, split, self._stages)
+        plan = schedule.lower(self._stages.edges(training))
+        hub = MemoryHub(plan.placement.ranks)
+        endpoints = {rank: hub.endpoint(rank) for rank in range(plan.placement.ranks)}
+        stage.begin(batch)
+        try:
+            collectives = dict.fromkeys(("REDUCE", "STEP"), lambda: None)
+            Engine(plan, stage, endpoints, _TIMEOUT).run(collectives, GlobalMicroBatch(0))
+        finally:
+            stage.end()
 
 
 def run_course(
@@ -542,7 +529,7 @@ class Comparison:
         self._gradient_gaps = gaps
         start = self._start
         rounding = Rounding(expected, lambda: self._expected.moved_gradients(moment.step, start))
-        beyond = [name for name, gap in gaps.items() if not rounding.carries(name, gap)]
+        beyond = [name for name, gap in gaps.items() if not rounding.explains(name, gap)]
         for name in gaps.keys() - set(beyond):
             share = gaps[name] / (rounding.scale(name) or 1.0)
             self.rounded[name] = max(share, self.rounded.get(name, 0.0))

@@ -283,14 +283,6 @@ def _extract_part(layer: Layer, layers: set[int], tensors: set[int]) -> Layer:
     return part
 
 
-class _LayerTensors(paddle.nn.Layer):
-    """A layer that has only the tensors of one layer file, under their names in the whole model."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        parameters_in(self).update(tensors)
-
-
 def files_of_model(
     slots: Sequence[Slot],
     users: Mapping[str, Sequence[int]],
@@ -324,7 +316,7 @@ def files_of_model(
             parts.append(tensors[slot.name])
     # The rank that uses a weight first writes it, and reads it for all its holders.
     sources = {name: placement.rank_of(first) for name, (first, *_) in users.items()}
-    layer_of_file: dict[LayerFile, _LayerTensors | LayerInParts] = {}
+    layer_of_file: dict[LayerFile, Layer | LayerInParts] = {}
     for number, (path, names) in enumerate(layers.items()):
         if path in in_parts:
             layer_of_file[LayerFile(number)] = LayerInParts(in_parts[path], group)
@@ -337,6 +329,6 @@ def files_of_model(
                 fix="write pipe.full_state_dict() by paddle.save, or cut elsewhere",
             )
         if users[names[0]][0] in stages:
-            layer_tensors = _LayerTensors({name: tensors[name] for name in names})
-            layer_of_file[LayerFile(number)] = layer_tensors
+            layer_of_file[LayerFile(number)] = layer = paddle.nn.Layer()
+            parameters_in(layer).update((name, tensors[name]) for name in names)
     return LayerFiles(layer_of_file, layer_of_file, sources, job)

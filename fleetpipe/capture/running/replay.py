@@ -45,9 +45,23 @@ def entry_functions(trace: Capture, signature: Signature) -> list[Callable[[Nest
         trace: The captured run.
         signature: The signature of its batch.
     """
-    needed = _needed_after(trace)
-    functions: list[Callable[[Nest], Nest]] = [_Inputs(trace, needed[0], signature)]
-    for node, needed_later in zip(trace.nodes, needed[1:]):
+    needed_after_inputs, *needed_after_nodes = _needed_after(trace)
+    names = [value_name(value) for value in trace.input_values]
+
+    def inputs(tensors: Nest) -> Nest:
+        """Makes the dict of values from the model's inputs."""
+        pairs = zip(names, tensors_of(tensors))
+        values = {name: tensor for name, tensor in pairs if name in needed_after_inputs}
+        return {SIGNATURE: signature, **values}
+
+    fill_outputs = _make_filler(trace.outputs)
+
+    def outputs(values: Nest) -> Nest:
+        """Makes the model's outputs from the dict of values."""
+        return fill_outputs(values)
+
+    functions: list[Callable[[Nest], Nest]] = [inputs]
+    for node, needed_later in zip(trace.nodes, needed_after_nodes):
         layers = [node.function] if node.is_layer else [ref.layer for ref in node.state_refs]
         call = _NodeFunction(node, needed_later, node.modes if trace.switched else ())
         function: Any = functools.partial(call, *layers)
@@ -57,7 +71,7 @@ def entry_functions(trace: Capture, signature: Signature) -> list[Callable[[Nest
         # An entry is recomputed as a layer would be.
         function.counts_as_layer = True
         functions.append(function)
-    return [*functions, _Outputs(trace)]
+    return [*functions, outputs]
 
 
 def _needed_after(trace: Capture) -> list[frozenset[str]]:
@@ -68,34 +82,6 @@ def _needed_after(trace: Capture) -> list[frozenset[str]]:
         needed |= {value_name(value) for value in node.uses}
         after.append(frozenset(needed))
     return after[::-1]
-
-
-class _Inputs:
-    """The first entry: makes the dict of values from the model's inputs."""
-
-    __name__ = "inputs"
-
-    def __init__(self, trace: Capture, needed: frozenset[str], signature: Signature) -> None:
-        self._signature = signature
-        self._names = [value_name(value) for value in trace.input_values]
-        self._needed = needed
-
-    def __call__(self, inputs: Nest) -> Nest:
-        pairs = zip(self._names, tensors_of(inputs))
-        values = {name: tensor for name, tensor in pairs if name in self._needed}
-        return {SIGNATURE: self._signature, **values}
-
-
-class _Outputs:
-    """The last entry: makes the model's outputs from the dict of values."""
-
-    __name__ = "outputs"
-
-    def __init__(self, trace: Capture) -> None:
-        self._fill = _make_filler(trace.outputs)
-
-    def __call__(self, values: Values) -> Nest:
-        return self._fill(values)
 
 
 class _NodeFunction:

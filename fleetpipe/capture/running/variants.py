@@ -29,7 +29,7 @@ from fleetpipe.capture.running.replay import entry_functions
 from fleetpipe.capture.tracing.capturing import Capturer, in_mode
 from fleetpipe.capture.tracing.signature import Signature
 from fleetpipe.capture.tracing.value import Capture, Node, StateRef
-from fleetpipe.dygraph.function_code import held_by, is_of_library, variables_of
+from fleetpipe.dygraph.function_code import closure_values, is_of_library, variables_of
 from fleetpipe.dygraph.layers.run_stage import StageRunner
 from fleetpipe.errors import CaptureError, FleetPipeError
 from fleetpipe.paddle_api import paddle
@@ -126,11 +126,6 @@ def tensor_references(model: Layer) -> dict[str, SameObject]:
     }
 
 
-def first_changed_name(before: Marks, now: Marks) -> str:
-    """Returns the first name whose mark differs between two results of :func:`mark_attributes`."""
-    return next(name for name in {**now, **before} if before.get(name) != now.get(name))
-
-
 def require_same_parameters(
     before: Mapping[str, SameObject], now: Mapping[str, SameObject]
 ) -> None:
@@ -213,7 +208,7 @@ def _dependencies_of(value: Any) -> Iterator[object]:
     ):
         return
     elif isinstance(value, FunctionType):
-        yield from (*held_by(value), *variables_of(value).values())
+        yield from (*closure_values(value), *variables_of(value).values())
     else:
         yield from (getattr(value, name, None) for name in getattr(value, "__slots__", ()))
         yield getattr(value, "__dict__", None)
@@ -324,7 +319,8 @@ class StagedCaptures:
             return None
         if self._fingerprints[current] == marks:
             return None
-        name = first_changed_name(self._fingerprints[current], marks)
+        before = self._fingerprints[current]
+        name = next(name for name in {**marks, **before} if before.get(name) != marks.get(name))
         self.capturer.forget_captures()
         self._layers = self.capturer.model.sublayers(include_self=True)
         for number, fingerprint in self._fingerprints.items():
@@ -359,7 +355,16 @@ class StagedCaptures:
         key = self._key(signature, training)
         staged = self._captures.pop(key, None)
         if staged is None:
-            self._drop_oldest()
+            if len(self._captures) >= _MOST_CAPTURES:
+                log.once(
+                    _log.warning,
+                    f"batches had {_MOST_CAPTURES} forms by now, and each new one costs a forward "
+                    "on each rank: pad texts to a few lengths, and bring images to a few sizes",
+                )
+                # The captured run that has not been used for longest.
+                oldest = next(iter(self._captures))
+                del self._captures[oldest]
+                self.capturer.first_batches.pop(oldest[0], None)
             staged = self._capture(signature, training)
             new_edges = staged.crossing.keys() - self.of_example(training).crossing.keys()
             if new_edges:
@@ -374,19 +379,6 @@ class StagedCaptures:
             key = self._key(signature, training)
         self._captures[key] = staged
         return staged
-
-    def _drop_oldest(self) -> None:
-        """Drops the captured run that has not been used for longest, if there are too many."""
-        if len(self._captures) >= _MOST_CAPTURES:
-            log.once(
-                _log.warning,
-                f"batches had {_MOST_CAPTURES} forms by now, and each new one costs a forward on "
-                "each rank: pad texts to a few lengths, and bring images to a few sizes",
-            )
-            oldest = next(iter(self._captures))
-            del self._captures[oldest]
-            signature, *_ = oldest
-            self.capturer.first_batches.pop(signature, None)
 
     def _require_own_tensors(self, staged: StagedCapture) -> None:
         """Raises an error if a stage uses a parameter or buffer that only other stages have."""
@@ -439,8 +431,7 @@ class StagedCaptures:
     def _key(self, signature: Signature, training: bool) -> _RunKey:
         """Returns the key of the run for a batch, in the layers' current modes."""
         modes = tuple([layer.training for layer in self._layers])
-        # Most models have no such buffers, for which `map` makes no call.
-        numbers = tuple(map(_buffer_bytes, self._numbers.values()))
+        numbers = tuple([ref.tensor.numpy().tobytes() for ref in self._numbers.values()])
         return signature, training, modes, numbers, self.fingerprint_number
 
     def _capture(self, signature: Signature, training: bool) -> StagedCapture:
@@ -451,7 +442,10 @@ class StagedCaptures:
         self._fingerprints[number] = self._current_marks()
         self._numbers.update((ref.path, ref) for ref in trace.numbers)
         if trace.switched:
-            require_same_modes(trace, self.capturer.capture_after(trace, signature, training))
+            with in_mode(self.capturer.model, training):
+                for mode in trace.switched:
+                    mode.put_back()
+                require_same_modes(trace, self.capturer(signature, training))
         example = self._examples.get(training)
         starts = tuple(split_spec.find_starts(trace, self._borders, example and example.trace))
         functions = entry_functions(trace, signature)
@@ -460,9 +454,8 @@ class StagedCaptures:
         partition = Partition(bounds, "captured", infos, may_be_empty=True)
         runner = StageRunner(dict(enumerate(functions)), partition, self._interval, self._recompute)
         edges = values_on_edges(trace, starts, example.crossing if example else ())
-        staged = StagedCapture(
-            trace, starts, functions, runner, edges, _written_tensors(trace, starts)
-        )
+        written = _written_tensors(trace, starts)
+        staged = StagedCapture(trace, starts, functions, runner, edges, written)
         if self._interval or self._recompute:
             _require_recomputable(staged)
         return staged
@@ -494,12 +487,6 @@ def _is_plain_training_layer(node: Node) -> bool:
         and type(layer).__module__.startswith("paddle.nn.")
         and all(mode.training for mode in node.modes)
     )
-
-
-def _buffer_bytes(ref: StateRef) -> bytes:
-    """Returns the bytes of the numbers in a buffer."""
-    numbers: bytes = ref.tensor.numpy().tobytes()
-    return numbers
 
 
 def _require_recomputable(staged: StagedCapture) -> None:

@@ -132,19 +132,6 @@ class Capturer:
             object() if trace.switched else None,
         )
 
-    def capture_after(self, trace: Capture, signature: Signature, training: bool) -> Capture:
-        """Captures the forward again, from the layers' modes that an earlier run has left.
-
-        Args:
-            trace: The capture of the earlier run.
-            signature: The signature of the batch.
-            training: Whether the model is in training.
-        """
-        with in_mode(self.model, training):
-            for mode in trace.switched:
-                mode.put_back()
-            return self(signature, training)
-
     def capture_inputs(self, inputs: Nest, training: bool) -> Capture:
         """Captures one run of the forward.
 

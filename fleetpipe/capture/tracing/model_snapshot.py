@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -86,7 +86,15 @@ def state_kept(model: Layer) -> Iterator[set[int]]:
         finally:
             for table, old in tables:
                 changed.update(id(t) for name, t in old.items() if table.get(name) is not t)
-            reshaped = {id(table) for table, old in tables if _has_other_shape(table, old)}
+            # The tables in which a tensor of another shape has replaced one.
+            reshaped = {
+                id(table)
+                for table, old in tables
+                for name, tensor in old.items()
+                if tensor is not None
+                and table.get(name) is not None
+                and table[name].shape != tensor.shape
+            }
             for restore in restores:
                 restore()
             for layer, (now, before) in zip(layers, attributes):
@@ -96,12 +104,6 @@ def state_kept(model: Layer) -> Iterator[set[int]]:
                 # Attributes that were None, and that a tensor replaced as a buffer.
                 now.update((name, before[name]) for name in before.keys() - now.keys())
             changed.update(key for key, tensor in saved.items() if _restore_tensor(tensor))
-
-
-def _has_other_shape(now: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> bool:
-    """Returns whether a tensor of a layer, by name, was replaced by one of another shape."""
-    pairs = ((now.get(name), tensor) for name, tensor in before.items() if tensor is not None)
-    return any(new is not None and new.shape != old.shape for new, old in pairs)
 
 
 def _move_to_new_memory(tensor: Tensor) -> _SavedTensor:

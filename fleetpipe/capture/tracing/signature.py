@@ -18,7 +18,7 @@ import numpy as np
 
 from fleetpipe.aliases import DType, Nest, Tensor
 from fleetpipe.capture.tracing.user_lines import called_by_paddle
-from fleetpipe.capture.tracing.value import map_parts
+from fleetpipe.capture.tracing.value import map_parts, parts
 from fleetpipe.dygraph.nest import leaves, rebuild, tensors_of
 from fleetpipe.errors import CaptureError
 from fleetpipe.paddle_api import paddle
@@ -374,19 +374,7 @@ def sizes_to_ints(value: Nest) -> Nest:
 
 def tensors_in(value: Nest) -> list[Tensor]:
     """Returns the tensors in nested arguments in order, those in slices included."""
-    tensors: list[Tensor] = []
-    stack = [value]
-    while stack:
-        value = stack.pop()
-        if isinstance(value, paddle.Tensor):
-            tensors.append(value)
-        elif isinstance(value, (tuple, list)):
-            stack.extend(reversed(value))
-        elif isinstance(value, dict):
-            stack.extend(reversed(list(value.values())))
-        elif isinstance(value, slice):
-            stack += [value.step, value.stop, value.start]
-    return tensors
+    return [leaf for _, leaf in parts(value) if isinstance(leaf, paddle.Tensor)]
 
 
 class Sizes:

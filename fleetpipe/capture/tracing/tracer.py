@@ -45,7 +45,6 @@ from fleetpipe.capture.tracing.value import (
     NodeCall,
     NodeFinder,
     Ref,
-    StateRef,
     TensorSpec,
     Unopened,
     ValueId,
@@ -123,7 +122,7 @@ def record(
                 )
                 drew = generators.states() != states
                 obstacles.require_no_tensor_kept_for_loss(model, losses, before)
-                obstacles.require_no_new_parameters(model, tracer.ref_of)
+                obstacles.require_no_new_parameters(model, tracer.state.ref_of)
             trace = tracer.add_state(trace, written)
         except _Refused as refused:
             raise refused.error from None
@@ -141,13 +140,14 @@ class _Tracer(NodeFinder):
     current layer is the innermost opened layer that is running, whose code makes the call.
 
     Attributes:
+        state: Tracks the parameters and buffers that the nodes use and write.
         unopenable: The classes of layers that cannot be captured call by call, and why.
     """
 
     def __init__(self, model: Layer, unopened: Unopened, shape_inputs: Keys) -> None:
         super().__init__(model, unopened)
         self._shape_inputs = shape_inputs
-        self._state = RunState(model)
+        self.state = RunState(model)
         #: By id, the layers that were switched between training and evaluation, with the line.
         self._switched: dict[int, tuple[Layer, str]] = {}
         #: By the name of a buffer, the layer whose code reads its numbers, and the line.
@@ -172,13 +172,6 @@ class _Tracer(NodeFinder):
         #: The automatic casts around the forward.
         self._casts: Casts | None = None
         self.unopenable: dict[type, str] = {}
-
-    def ref_of(self, tensor: Tensor) -> StateRef | None:
-        """Returns the placeholder of a parameter or buffer that existed before the run.
-
-        Returns None for any other tensor.
-        """
-        return self._state.ref_of(tensor)
 
     def run(self, inputs: Nest, random_lines: RandomLines | None = None) -> Capture:
         """Runs the forward, and returns its capture without the state that it uses and writes.
@@ -242,17 +235,17 @@ class _Tracer(NodeFinder):
             CaptureError: Python code in the model's own forward reads a written value, or no node
                 wrote it.
         """
-        changed = self._state.written_state(ids)
+        changed = self.state.written_state(ids)
         self._unopened.written.update(changed)
         for name in self._number_reads.keys() & self._unopened.written:
             self._refuse_to_open(*self._number_reads[name])
-        states = self._state.states_with_views(trace.nodes)
+        states = self.state.states_with_views(trace.nodes)
         for name in changed.keys() - frozenset().union(*states) if not self.unopenable else ():
             self._refuse_to_open(
                 self._model, obstacles.changes_unseen(name), forward_location(self._model) or "?"
             )
         nodes = (replace(node, state=state) for node, state in zip(trace.nodes, states))
-        numbers = tuple(self._state.ref_named(name) for name in self._number_reads)
+        numbers = tuple(self.state.ref_named(name) for name in self._number_reads)
         return replace(trace, nodes=tuple(nodes), changed=changed, numbers=numbers)
 
     def record_pipe_split(self) -> None:
@@ -310,7 +303,7 @@ class _Tracer(NodeFinder):
         if self._sizes.is_trial_run:
             return function(*args, **named)
         if self._in_node:
-            self._state.record_inner_write(function, args)
+            self.state.record_inner_write(function, args)
             return self._sizes.run(function, args, named)
         try:
             return super().operation(function, args, named)
@@ -332,7 +325,7 @@ class _Tracer(NodeFinder):
             args: Its positional arguments: the tensor first.
             named: Its keyword arguments.
         """
-        ref = self._state.ref_of(args[0])
+        ref = self.state.ref_of(args[0])
         if self._in_node:
             if not (self._sizes.is_trial_run or self._sizes.is_fixed(args[0])):
                 self._sizes.has_read_numbers = True
@@ -365,7 +358,7 @@ class _Tracer(NodeFinder):
             if function.__name__ == "get_tensor" and by_paddle:
                 # Paddle 2.6 computes int(x) that way.
                 return self.read(function, args, named)
-            is_state = any(self._state.ref_of(arg) is not None for arg in args)
+            is_state = any(self.state.ref_of(arg) is not None for arg in args)
             # Paddle itself uses the memory of a new parameter to set its first value.
             if is_state or (id(args[0]) in self._values and not by_paddle):
                 self._refuse_current_layer(obstacles.MEMORY)
@@ -437,7 +430,7 @@ class _Tracer(NodeFinder):
             self._unopened_reasons[call.scopes[-1].path] = reason
         tensors = tensors_in((call.args, call.named))
         self._require_writable(call, tensors)
-        state = self._state.names_used_by(layer, tensors, len(self._nodes))
+        state = self.state.names_used_by(layer, tensors, len(self._nodes))
         versions = list(map(_version, tensors))
         layers_in_node, state_of_layer = [], []
         if isinstance(layer, paddle.nn.Layer):
@@ -459,7 +452,7 @@ class _Tracer(NodeFinder):
             if any(id(tensor) in same for tensor in tensors_of(output)):
                 output = map_tensors(lambda t: paddle.assign(t) if id(t) in same else t, output)
         output_tensors = list(tensors_of(output))
-        self._state.record_call(function, tensors, output_tensors, [*changed.values()])
+        self.state.record_call(function, tensors, output_tensors, [*changed.values()])
         written = [(values[key], self._add_value(changed[key])) for key in changed if key in values]
         outputs = [self._value_of_output(tensor, tensors) for tensor in output_tensors]
         node = Node(
@@ -508,14 +501,14 @@ class _Tracer(NodeFinder):
         # The code assigns to ``target.data``, or sets another tensor in place of a buffer.
         if call.function is set_data and len(tensors) > 1:
             target, value = tensors[:2]
-            obstacle = self._state.replacement_obstacle(target, value, call.call is set_data)
+            obstacle = self.state.replacement_obstacle(target, value, call.call is set_data)
             if obstacle is not None:
                 self._refuse_current_layer(obstacle)
         target = target_of(call.function, call.args)
         # A stage repeats a write into a value, which is a new value afterwards.
         if target is None or id(target) in self._values:
             return
-        ref = self._state.ref_of(target)
+        ref = self.state.ref_of(target)
         if ref is None:
             # A tensor without memory is allowed: no earlier micro-batch has left a value in it.
             if has_memory(target):
@@ -542,7 +535,7 @@ class _Tracer(NodeFinder):
         if id(tensor) in self._values:
             return self._values[id(tensor)]
         number = self._add_value(tensor)
-        if self._state.ref_of(tensor) is not None and any(tensor is item for item in inputs):
+        if self.state.ref_of(tensor) is not None and any(tensor is item for item in inputs):
             # An operation returns the buffer that it wrote into. Later nodes use it as a buffer.
             del self._values[id(tensor)]
         return number
@@ -568,7 +561,7 @@ class _Tracer(NodeFinder):
         number = self._values.get(id(tensor))
         if number is not None:
             return Ref(number)
-        ref = self._state.ref_of(tensor)
+        ref = self.state.ref_of(tensor)
         if ref is not None:
             return ref
         if not tensor.stop_gradient:
@@ -583,7 +576,7 @@ class _Tracer(NodeFinder):
 
     def _is_constant(self, tensor: Tensor) -> bool:
         """Returns whether a tensor is neither a value of this run nor a parameter or buffer."""
-        return id(tensor) not in self._values and self._state.ref_of(tensor) is None
+        return id(tensor) not in self._values and self.state.ref_of(tensor) is None
 
     def _refuse_current_layer(self, obstacle: obstacles.Obstacle) -> None:
         """Makes the innermost opened layer unopenable, for an obstacle in its code."""

@@ -13,7 +13,7 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe import SplitPoint
-from fleetpipe.capture.cutting.auto import Choice, choose, find_cut_points, measure_nodes
+from fleetpipe.capture.cutting.auto import Choice, choose, find_cut_points
 from fleetpipe.capture.cutting.split_spec import AtCall
 from fleetpipe.capture.tracing.capturing import Capturer
 from fleetpipe.capture.tracing.signature import signature_of
@@ -168,15 +168,12 @@ def test_a_limit_of_memory_moves_the_cut() -> None:
 
 
 def test_the_former_name_of_the_cap_is_taken_with_one_warning() -> None:
-    def captured(**cap: Any) -> Any:
-        plain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-        return fleetpipe.pipeline(plain, paddle.ones([2, 3]), num_stages=2, verify=False, **cap)
-
-    for name, cap in (("memory_cap", 10), ("memory_cap", "10 B"), ("memory_limit", 10)):
+    plain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    for name, cap in (("memory_cap", "10 B"), ("memory_limit", 10)):
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always", DeprecationWarning)
             with pytest.raises(PartitionError, match="fit into memory"):
-                captured(**{name: cap})
+                fleetpipe.pipeline(plain, X, num_stages=2, verify=False, **{name: cap})
         mine = [str(one.message) for one in told if one.filename == __file__]
         assert mine == ["memory_limit is memory_cap now"] * (name == "memory_limit")
 
@@ -211,31 +208,12 @@ def test_no_cut_parts_the_calls_of_what_keeps_running_statistics() -> None:
     assert all("'norm._mean' is used on both sides" in reason for reason in refused.values())
 
 
-def test_each_node_is_measured_and_the_model_stays_as_it_was() -> None:
-    model = UNet()
-    capturing = Capturer(model, images(2, 16)[0])
-    training = capturing(signature_of(capturing.example), True)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    costs = measure_nodes(capturing, training, []).layers[1:-1]
-    assert [cost.name for cost in costs] == [node.name for node in training.nodes]
-    assert all(cost.forward > 0 for cost in costs)
-    held = sum(4 * t.size for t in model.state_dict().values())
-    assert sum(cost.parameters + cost.buffers for cost in costs) == held
-    for name, tensor in model.state_dict().items():
-        assert paddle.equal_all(tensor, before[name]), name
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
 def add(y: Any) -> Any:
     return y.add_(paddle.ones_like(y))
 
 
 def relu(y: Any) -> Any:
     return nn.functional.relu_(y)
-
-
-def scale(y: Any) -> Any:
-    return y.scale_(2.0)
 
 
 def index(y: Any) -> Any:
@@ -267,12 +245,13 @@ class Writes(nn.Layer):  # type: ignore[misc]
         return self.c(x * self.drawn)
 
 
-@pytest.mark.once_for("scale", "index", "fill")
-@pytest.mark.parametrize("write", [add, relu, scale, index, fill])
+@pytest.mark.once_for("index", "fill")
+@pytest.mark.parametrize("write", [add, relu, index, fill])
 def test_nodes_that_write_in_place_are_measured(write: Callable[[Any], Any]) -> None:
     inputs = paddle.randn([8, 8])
     found = fleetpipe.explain(Writes(write), inputs, measure=True)
     assert found.costs is not None
+    assert [cost.name for cost in found.costs] == [node.name for node in found.trace.nodes]
     assert all(cost.forward > 0 for cost in found.costs)
     require_bits(lambda: Writes(write), [inputs, inputs], loss_fn=lambda out, _: out.mean())
 
@@ -289,8 +268,10 @@ def test_nodes_that_do_the_same_cost_the_same() -> None:
                 x = nn.functional.relu(layer(x))
             return self.last(x)
 
-    costs = fleetpipe.explain(Alike(), paddle.randn([4, 8]), measure=True).costs
+    found = fleetpipe.explain(Alike(), paddle.randn([4, 8]), measure=True)
+    costs = found.costs
     assert costs is not None
+    assert "F ms" in str(found)
     times = [(cost.forward, cost.backward) for cost in costs]
     assert len(set(times[0:8:2])) == len(set(times[1:8:2])) == 1
     assert len(set(times)) == 3

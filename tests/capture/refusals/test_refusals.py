@@ -15,7 +15,7 @@ from paddle.distributed.fleet.utils import recompute
 import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.errors import CaptureError, ConfigError, UsageError
-from tests.capture.models import require_bits, trained
+from tests.capture.models import require_bits
 from tests.pipelines import job, sgd
 
 pytestmark = pytest.mark.every_row
@@ -40,23 +40,6 @@ def branch(x: Any) -> Any:
     return x * 2 if x.sum() > 1 else x
 
 
-def no_grad(x: Any) -> Any:
-    with paddle.no_grad():
-        scale = x.abs().mean() + 1
-    return x * scale
-
-
-def detached(x: Any) -> Any:
-    return x * x.detach()
-
-
-def by_writing(x: Any) -> Any:
-    y = x * 1.0
-    y[:, 0] = 3.0
-    y.add_(x)
-    return y
-
-
 def own_operation(x: Any) -> Any:
     return Double.apply(x)
 
@@ -70,10 +53,6 @@ def hooked(x: Any) -> Any:
     if not y.stop_gradient:
         y.register_hook(lambda grad: grad * 3)
     return y
-
-
-def numbers_of_shape(x: Any) -> Any:
-    return x * x.shape[0] / len(x) + paddle.ones([x.shape[0], 1])
 
 
 def masked(x: Any) -> Any:
@@ -109,13 +88,10 @@ class Middle(nn.Layer):  # type: ignore[misc]
         return self.code(self.linear(x))
 
 
-GLUE = [no_grad, detached, by_writing, own_operation, constant, hooked, numbers_of_shape]
-
-
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("code", [*GLUE, masked, unique])
-def test_glue_is_what_operations_of_paddles_are(code: Callable[[Any], Any], inside: bool) -> None:
-    require_bits(lambda: Model(code, inside), [X, LABELS], ["last"], steps=2)
+@pytest.mark.parametrize("code", [own_operation, constant, hooked, masked, unique])
+def test_glue_is_what_operations_of_paddles_are(code: Callable[[Any], Any]) -> None:
+    for inside in (True, False):
+        require_bits(lambda: Model(code, inside), [X, LABELS], ["last"], verify=inside)  # noqa: B023
 
 
 def test_a_layer_that_is_not_opened_says_why() -> None:
@@ -148,7 +124,7 @@ def test_frozen_layers_and_what_no_node_uses() -> None:
         model[1].unused = nn.Linear(2, 2)
         return model
 
-    require_bits(build, [X, LABELS], ["1", "2"])
+    require_bits(build, [X, LABELS], ["1", "2"], verify=True)
 
 
 def test_inputs_that_are_no_tensors_are_refused() -> None:
@@ -368,16 +344,21 @@ def test_the_line_is_named_and_what_to_do(
 
 
 AS_A_NODE = [
-    *(branches, loops, takes_an_item, takes_an_array, takes_a_list, counts_by_a_number),
-    *(conditional, counts_what_a_mask_left, passes_on_a_size, branches_on_what_a_mask_left),
-    counts_what_came_of_a_mask,
+    branches,
+    loops,
+    takes_an_array,
+    conditional,
+    passes_on_a_size,
+    counts_what_a_mask_left,
 ]
 
 
 @pytest.mark.once_for("takes", "counts")
 @pytest.mark.parametrize("code", AS_A_NODE)
 def test_in_a_sublayer_the_same_code_is_a_node(code: Callable[[Any, Any], Any]) -> None:
-    require_bits(lambda: Net(code, True), [SIGNED, LABELS], ["last"], steps=1)
+    """The proof varies the numbers, on some of which a loop would not end."""
+    verify = code in (loops, counts_what_a_mask_left)
+    require_bits(lambda: Net(code, True), [SIGNED, LABELS], ["last"], steps=1, verify=verify)
 
 
 def keeps_a_layer(self: Any, x: Any) -> Any:
@@ -416,10 +397,8 @@ class Recomputes(nn.Layer):  # type: ignore[misc]
 
 
 def test_a_model_that_recomputes_its_blocks_is_cut_between_them() -> None:
-    with job(3):
-        spec = ["blocks.1", "blocks.3"]
-        done = trained(Recomputes, [SIGNED, LABELS], split_spec=spec, recompute_interval=2)
-    assert done.differing == []
+    spec = ["blocks.1", "blocks.3"]
+    require_bits(Recomputes, [SIGNED, LABELS], spec, recompute_interval=2, verify=True)
 
 
 class Compiled(nn.Layer):  # type: ignore[misc]
@@ -434,16 +413,13 @@ class Compiled(nn.Layer):  # type: ignore[misc]
         return self.last(self.middle(self.first(x)))
 
 
-@pytest.mark.parametrize("verify", [False, True])
-def test_what_to_static_compiles_is_a_node(verify: bool) -> None:
+def test_what_to_static_compiles_is_a_node() -> None:
     model, x = Compiled(), paddle.randn([4, 8])
     found = fleetpipe.explain(model, x)
     assert [node.name for node in found.trace.nodes] == ["first", "middle", "last"]
     assert "compiled by to_static" in found.unopened["middle"]
     with job(2, 2):
-        pipe = fleetpipe.pipeline(
-            Compiled(), x[:2], loss_fn=lambda out, _: out.mean(), verify=verify
-        )
+        pipe = fleetpipe.pipeline(Compiled(), x[:2], loss_fn=lambda out, _: out.mean())
         outputs = fleet.distributed_model(pipe).predict_batch((x,))
         pipe.plain.eval()
         plain = [pipe.plain(x[:2]), pipe.plain(x[2:])]
