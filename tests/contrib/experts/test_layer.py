@@ -59,34 +59,35 @@ def test_backward_comes_by_the_exchanges_without_a_token(tokens: int) -> None:
         ([2, 3, 4], [6, 2], [6, 2]),
     ],
 )
-def test_a_routing_of_other_shapes_is_refused(
+def test_a_routing_of_other_shapes_or_dtypes_is_refused(
     tokens: list[int], choices: list[int], weights: list[int]
 ) -> None:
     mixture = Experts(lambda: nn.Linear(4, 4), 2)
     with pytest.raises(UsageError, match="as many choices of experts as weights") as caught:
         mixture(paddle.ones(tokens), paddle.zeros(choices, "int64"), paddle.ones(weights))
     assert f"choices {choices}, weights {weights}" in str(caught.value)
-
-
-@pytest.mark.parametrize("arguments", [(nn.Linear(4, 4), "8"), ([nn.Linear(4, 4)], 1)])
-def test_odd_arguments_of_experts_are_named(arguments: Any) -> None:
-    with pytest.raises(ConfigError, match="what builds an expert, and how many"):
-        Experts(*arguments)
-
-
-@pytest.mark.parametrize("expert", [None, nn.Linear(4, 4)], ids=["none", "the_same"])
-def test_experts_that_are_no_new_layers_are_refused(expert: Any) -> None:
-    with pytest.raises(ConfigError, match="a layer of its own"):
-        Experts(lambda: expert, 2)
-
-
-def test_choices_in_the_place_of_weights_are_refused() -> None:
-    mixture = Experts(lambda: nn.Linear(4, 4), 2)
-    choices = paddle.zeros([3, 1], "int64")
+    numbers = paddle.zeros([3, 1], "int64")
     with pytest.raises(UsageError, match="pass the values of"):
-        mixture(paddle.ones([3, 4]), choices, choices)
+        mixture(paddle.ones([3, 4]), numbers, numbers)
     with pytest.raises(UsageError, match="routed by whole numbers"):
         mixture(paddle.ones([3, 4]), paddle.ones([3, 1]), paddle.ones([3, 1]))
+
+
+LINEAR = nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((LINEAR, "8"), "what builds an expert, and how many"),
+        (([LINEAR], 1), "what builds an expert, and how many"),
+        ((lambda: None, 2), "a layer of its own"),
+        ((lambda: LINEAR, 2), "a layer of its own"),
+    ],
+)
+def test_odd_arguments_of_experts_are_named(arguments: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Experts(*arguments)
 
 
 WIDTH, EXPERTS, TOP_K, MICRO_BATCHES, ROWS_OF_TOKENS = 8, 4, 2, 3, 2

@@ -106,23 +106,6 @@ def tensor(values: Any, dtype: str = "int64") -> Any:
     return paddle.to_tensor(np.asarray(values), dtype)
 
 
-def test_documented_results() -> None:
-    numbers = tensor([[0, 2], [0, 2]])
-    assert utils._number_count(numbers, 6).tolist() == [2, 0, 2, 0, 0, 0]
-    assert utils._assign_pos(numbers, tensor([2, 2, 4, 4])).tolist() == [2, 0, 3, 1]
-    limited = utils._limit_by_capacity(tensor([1, 2, 2, 8, 3, 6]), tensor([5, 5, 5]), 2)
-    assert limited.tolist() == [1, 2, 2, 4, 3, 3]
-    choices, room = tensor([1, 3, 3, 3, 3, 2, 1, 1]), tensor([0, 3, 1, 3, 0, 0, 0, 0])
-    pruned = utils._prune_gate_by_capacity(choices, room, 8, 1)
-    assert pruned.tolist() == [1, 3, 3, 3, -1, 2, 1, 1]
-    routed = utils._random_routing(
-        tensor([[0, 1], [2, 3]]),
-        tensor([[1, 0.3], [1, 0.3]], "float32"),
-        tensor([0.5, 0.7], "float32"),
-    )
-    assert routed.tolist() == [[0, 1], [2, -1]]
-
-
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 def test_random_choices(seed: int, dtype: str) -> None:
@@ -145,7 +128,9 @@ def test_random_choices(seed: int, dtype: str) -> None:
     assert pruned.tolist() == expected.tolist()
 
 
-def test_bad_choices() -> None:
+def test_room_is_filled_member_by_member_and_bad_choices_are_refused() -> None:
+    limited = utils._limit_by_capacity(tensor([1, 2, 2, 8, 3, 6]), tensor([5, 5, 5]), 2)
+    assert limited.tolist() == [1, 2, 2, 4, 3, 3]
     with pytest.raises(UsageError, match=r"routed by whole numbers.*\n.*int64.*\n.*float32"):
         utils._number_count(tensor([0.0], "float32"), 2)
     with pytest.raises(UsageError, match="from 0 to 1, or -1"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -100,30 +101,25 @@ class Case:
         heads = dice.choice([1, 2, 4])
         self.width = heads * dice.choice([2, 4])
         window = dice.choice([2, 5, 100])
-        shared = {"shared_weight_attr": "weight", "width": self.width}
         self.tied = dice.random() < 0.4
-        self.layers: list[Any] = [
-            SharedLayerDesc("table", Table, **shared)
-            if self.tied
-            else LayerDesc(nn.Embedding, VOCABULARY, self.width)
+        ends: list[Any] = [
+            LayerDesc(nn.Embedding, VOCABULARY, self.width),
+            LayerDesc(nn.Linear, self.width, VOCABULARY),
         ]
-        for _ in range(dice.randint(3, 6)):
-            self.layers.append(
-                dice.choice(
-                    [
-                        LayerDesc(Heads, self.width, heads, window),
-                        LayerDesc(Total),
-                        LayerDesc(nn.Linear, self.width, self.width),
-                        LayerDesc(nn.LayerNorm, self.width),
-                        LayerDesc(nn.GELU),
-                    ]
-                )
-            )
-        self.layers.append(
-            SharedLayerDesc("table", Table, forward_func=logits, **shared)
-            if self.tied
-            else LayerDesc(nn.Linear, self.width, VOCABULARY)
-        )
+        if self.tied:
+            ends = [
+                SharedLayerDesc("table", Table, forward, "weight", self.width)
+                for forward in (None, logits)
+            ]
+        kinds = [
+            LayerDesc(Heads, self.width, heads, window),
+            LayerDesc(Total),
+            LayerDesc(nn.Linear, self.width, self.width),
+            LayerDesc(nn.LayerNorm, self.width),
+            LayerDesc(nn.GELU),
+        ]
+        middle = [dice.choice(kinds) for _ in range(dice.randint(3, 6))]
+        self.layers = [ends[0], *middle, ends[1]]
         numbers = np.random.default_rng(seed)
         shape = (self.micro_batches * self.rows, self.length)
         self.tokens, self.labels = numbers.integers(1, VOCABULARY, (2, *shape))
@@ -187,15 +183,13 @@ def by_hand(case: Case, layers: list[Any]) -> float:
                 kept[number].append(tuple(leaves))
             part = labels[:, begin:end]
             loss = LOSS(hidden, paddle.to_tensor(part))
-            share = int((part != 0).sum()), counted
-            if not counted:
-                share = end - begin, case.length
+            share = Fraction(end - begin, case.length)
+            if counted:
+                share = Fraction(int((part != 0).sum()), counted)
             # As fractions in lowest terms, a product and then a quotient.
-            up, down = share[0], share[1] * case.micro_batches
-            common = int(np.gcd(up, down))
-            up, down = up // common, down // common
-            loss = loss * up if up != 1 else loss
-            loss = loss / down if down != 1 else loss
+            share /= case.micro_batches
+            loss = loss * share.numerator if share.numerator != 1 else loss
+            loss = loss / share.denominator if share.denominator != 1 else loss
             done.append((loss, own))
             total = loss.detach() if total is None else total + loss.detach()
         for loss, own in reversed(done):
@@ -218,8 +212,8 @@ class Plain(nn.Layer):
         return [*parts, lambda hidden: logits(parts[0], hidden)] if self.tied else parts
 
 
-@pytest.mark.once_for("5", "6", "7", "8", "9")
-@pytest.mark.parametrize("group", range(10))
+@pytest.mark.once_for("3", "4", "5")
+@pytest.mark.parametrize("group", range(6))
 def test_random_models_have_the_bits_of_plain_layers(group: int) -> None:
     for seed in range(10 * group, 10 * group + 10):
         case = Case(seed)
