@@ -228,14 +228,14 @@ def test_a_flipped_bit_of_a_tensor_names_the_tensor(saved: Path) -> None:
     fleetpipe.CheckpointManager(saved.parent).restore(model=Run(3).model, only=("model",))
 
 
-@pytest.mark.parametrize(
-    "name", ["manifest.json", "state.json", "model-00001-of-00001.safetensors"]
-)
-def test_files_that_end_early_or_go_on_are_refused(saved: Path, name: str) -> None:
-    content, run = (saved / name).read_bytes(), Run(2)
-    for cut in (b"", content[:1], content[: len(content) // 2], content[:-1], content + b"\0"):
-        (saved / name).write_bytes(cut)
-        assert name in refused(saved.parent, run)
+def test_files_that_end_early_or_go_on_are_refused(saved: Path) -> None:
+    run = Run(2)
+    for name in ("manifest.json", "state.json", "model-00001-of-00001.safetensors"):
+        content = (saved / name).read_bytes()
+        for cut in (b"", content[:1], content[: len(content) // 2], content[:-1], content + b"\0"):
+            (saved / name).write_bytes(cut)
+            assert name in refused(saved.parent, run)
+        (saved / name).write_bytes(content)
 
 
 def foreign(path: Path) -> None:
@@ -252,11 +252,11 @@ def other_model(path: Path) -> None:
     shutil.copy(home / path.parent.name / path.name, path)
 
 
-@pytest.mark.parametrize("replace", [foreign, pickled, other_model, Path.unlink])
-def test_files_of_others_are_refused(saved: Path, replace: Callable[[Path], None]) -> None:
+def test_files_of_others_are_refused(saved: Path) -> None:
     path = saved / "model-00001-of-00001.safetensors"
-    replace(path)
-    assert path.name in refused(saved.parent, Run(2))
+    for replace in (foreign, pickled, other_model, Path.unlink):
+        replace(path)
+        assert path.name in refused(saved.parent, Run(2))
 
 
 def changed(path: Path, change: Callable[[Any], None]) -> None:
@@ -267,34 +267,30 @@ def changed(path: Path, change: Callable[[Any], None]) -> None:
     path.write_text(manifest.seal(contents))
 
 
+FOLDER_NAMES = "expected: names of files of the folder"
+MODEL_NAMES = "expected: the names of the model's tensors"
+
+
+def of_weight(**fields: Any) -> Callable[[Any], None]:
+    return lambda m: m["tensors"]["model"]["0.weight"].update(fields)
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
         (lambda m: m.update(version=2), "expected: 1, which this fleetpipe reads"),
         (lambda m: m.update(format="zip"), "got: 'zip'"),
         (lambda m: m.update(files=[]), "manifest.json"),
-        (
-            lambda m: m.update(files={"../x": {"size": 1, "crc32": 2}}),
-            "expected: names of files of the folder",
-        ),
-        (
-            lambda m: m["files"].update({"a\0b": {"size": 1, "crc32": 2}}),
-            "expected: names of files of the folder",
-        ),
+        (lambda m: m.update(files={"../x": {"size": 1, "crc32": 2}}), FOLDER_NAMES),
+        (lambda m: m["files"].update({"a\0b": {"size": 1, "crc32": 2}}), FOLDER_NAMES),
         (lambda m: m["tensors"]["model"].update({"0.weight": {}}), "manifest.json"),
-        (lambda m: m["tensors"]["model"]["0.weight"].update(dtype="float99"), "got: 'float99'"),
-        (lambda m: m["tensors"]["model"]["0.weight"].update(shape=[8, 4]), "0.weight"),
-        (
-            lambda m: m["tensors"]["model"]["0.weight"].update(shape=[1] * 33),
-            "expected: the shape of a tensor",
-        ),
-        (lambda m: m["tensors"]["model"]["0.weight"].update(pieces=[]), "0.weight"),
-        (lambda m: m["tensors"]["model"]["0.weight"].update(shape="abc"), "0.weight"),
-        (
-            lambda m: m["tensors"]["model"].pop("0.weight"),
-            "expected: the names of the model's tensors",
-        ),
-        (lambda m: m.update(order=["0.weight"]), "expected: the names of the model's tensors"),
+        (of_weight(dtype="float99"), "got: 'float99'"),
+        (of_weight(shape=[8, 4]), "0.weight"),
+        (of_weight(shape=[1] * 33), "expected: the shape of a tensor"),
+        (of_weight(pieces=[]), "0.weight"),
+        (of_weight(shape="abc"), "0.weight"),
+        (lambda m: m["tensors"]["model"].pop("0.weight"), MODEL_NAMES),
+        (lambda m: m.update(order=["0.weight"]), MODEL_NAMES),
         (lambda m: m.update(optimizer="SGD"), "no state of this optimizer"),
         (lambda m: m.pop("step"), "manifest.json"),
     ],
@@ -308,13 +304,11 @@ def test_manifests_that_say_something_else_are_refused(
 
 def test_a_model_that_does_not_fit_is_refused(saved: Path) -> None:
     run = Run(2)
+    first = (nn.Linear(4, 8), nn.BatchNorm1D(8))
     for model, told in [
-        (nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1D(8)), "of another model"),
-        (nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1D(8), nn.Linear(8, 4)), "shape [8, 4]"),
-        (
-            nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1D(8), nn.Linear(8, 3)).to(dtype="float64"),
-            "float64",
-        ),
+        (nn.Sequential(*first), "of another model"),
+        (nn.Sequential(*first, nn.Linear(8, 4)), "shape [8, 4]"),
+        (Run(3).model.to(dtype="float64"), "float64"),
     ]:
         run.objects["model"] = model
         before = {name: t.numpy().tobytes() for name, t in model.state_dict().items()}
@@ -418,10 +412,8 @@ def test_a_state_of_another_form_is_refused_before_anything_changes(
     step = tmp_path / "step-00000001"
     text = json.dumps({**json.loads((step / "state.json").read_text()), name: value})
     (step / "state.json").write_text(text)
-    contents = json.loads((step / "manifest.json").read_text())
-    del contents["crc32"]
-    contents["files"]["state.json"] = {"size": len(text), "crc32": zlib.crc32(text.encode())}
-    (step / "manifest.json").write_text(manifest.seal(contents))
+    summary = {"size": len(text), "crc32": zlib.crc32(text.encode())}
+    changed(step / "manifest.json", lambda m: m["files"].update({"state.json": summary}))
     assert f"'{name}' of state.json" in refused(tmp_path, run(2)).replace(
         "the saved state of the LR scheduler", "'lr_scheduler' of state.json"
     )

@@ -111,10 +111,7 @@ def test_all_layouts_write_the_same_bytes(written: Any) -> None:
         {path.name: path.read_bytes() for path in folder.rglob("*.safetensors")}
         for folder, _ in written.values()
     ]
-    assert sorted(contents[0]) == [
-        "model-00001-of-00001.safetensors",
-        "optimizer-00001-of-00001.safetensors",
-    ]
+    assert {name.partition("-")[0] for name in contents[0]} == {"model", "optimizer"}
     assert all(other == contents[0] for other in contents)
     assert len({hash_of(folder) for folder, _ in written.values()}) == 1
 
@@ -362,28 +359,27 @@ def test_a_folder_that_cannot_be_written_to_is_named_as_such(
         save(tmp_path, 1)
 
 
-def test_a_copy_of_the_folder_and_a_fork_that_stays_leave_the_lock_as_it_is(
-    tmp_path: Path, holder: Callable[[], int]
-) -> None:
+def test_a_copy_of_the_folder_and_a_fork_that_stays_leave_the_lock_as_it_is(tmp_path: Path) -> None:
     manager = save(tmp_path / "mine", 1)
     shutil.copytree(tmp_path / "mine", tmp_path / "backup")
-    other = multiprocessing.get_context("spawn").Process(target=save, args=(tmp_path / "mine", 2))
-    other.start()
-    other.join()
-    assert other.exitcode == 1
-    assert manager.steps() == [1]
+    fork = multiprocessing.get_context("fork")
+
+    def exit_code_of_another() -> int | None:
+        other = fork.Process(target=save, args=(tmp_path / "mine", 2))
+        other.start()
+        other.join()
+        return other.exitcode
+
+    assert exit_code_of_another() == 1
     # As a worker of a loader that outlives the process that was killed.
-    fork = multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True)
-    fork.start()
+    worker = fork.Process(target=signal.pause, daemon=True)
+    worker.start()
     owner = FolderOwner.of(tmp_path / "mine")
     os.close(owner._lock.descriptor)
     owner._lock.process = 0
-    beside = multiprocessing.get_context("spawn").Process(target=save, args=(tmp_path / "mine", 2))
-    beside.start()
-    beside.join()
-    fork.kill()
-    fork.join()
-    assert beside.exitcode == 0
+    assert exit_code_of_another() == 0
+    worker.kill()
+    worker.join()
     assert manager.steps() == [1, 2]
 
 

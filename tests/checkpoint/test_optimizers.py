@@ -15,7 +15,7 @@ import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.errors import CheckpointError
 from fleetpipe.paddle_api.optimizer import create_state, state_of
-from tests.pipelines import enabled_scaler, job, mlp_and_sgd
+from tests.pipelines import enabled_scaler, job
 
 
 def model(dtype: str = "float32") -> Any:
@@ -236,19 +236,6 @@ def test_rate_scaler_and_data_come_back(tmp_path: Path) -> None:
     assert other["data"].position == {"epoch": 3, "samples": [7, 1.5]}
 
 
-def test_a_rate_that_was_set_by_hand_comes_back(tmp_path: Path) -> None:
-    made = model()
-    optimizer = paddle.optimizer.SGD(0.1, parameters=made.parameters())
-    optimizer.set_lr(0.03)
-    manager = fleetpipe.CheckpointManager(tmp_path)
-    manager.save(1, model=made, optimizer=optimizer)
-    optimizer.set_lr(0.5)
-    manager.restore(model=made, only=("model",))
-    assert optimizer.get_lr() == 0.5
-    manager.restore(model=made, optimizer=optimizer)
-    assert optimizer.get_lr() == 0.03
-
-
 def test_buffers_that_no_state_dict_has_come_back(tmp_path: Path) -> None:
     def layer(value: float) -> Any:
         made = nn.LSTM(2, 3)
@@ -308,17 +295,6 @@ def test_the_rate_that_the_script_gives_counts_and_one_that_the_run_has_set_stay
         assert again.get_lr() == expected
     lines = [text for text in caplog.messages if "learning rate" in text]
     assert lines == ([f"the learning rate {said}"] if said else [])
-
-
-def test_an_optimizer_that_fleet_has_not_wrapped_goes_on_with_the_saved_rate(
-    tmp_path: Path,
-) -> None:
-    with mlp_and_sgd(1) as (pipe, optimizer):
-        fleetpipe.CheckpointManager(tmp_path).save(1, model=pipe, optimizer=optimizer)
-        made = pipe.layers.single_model()
-    plain = paddle.optimizer.SGD(0.5, parameters=made.parameters())
-    fleetpipe.load_single(made, tmp_path, optimizer=plain)
-    assert plain.get_lr() == 0.1
 
 
 def test_the_rate_that_steps_take_comes_back_where_the_optimizer_has_another(

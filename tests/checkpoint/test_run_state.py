@@ -119,43 +119,28 @@ class Counting(nn.Layer):
     scale = 0.0
 
 
+def dropout(pipe: Any) -> Any:
+    return pipe.layers.owned_stages.functions[1]
+
+
 def unfreeze(pipe: Any, _optimizer: Any) -> None:
     for parameter in pipe.parameters():
         parameter.stop_gradient = False
 
 
-def drop(pipe: Any, _optimizer: Any) -> None:
-    pipe.layers.owned_stages.functions[1].p = 0.5
+def halve(_layer: Any, _inputs: Any, output: Any) -> Any:
+    return output / 2
 
 
-def clip(_pipe: Any, optimizer: Any) -> None:
-    optimizer.wrapped._grad_clip.clip_norm = 0.01
-
-
-def momentum(_pipe: Any, optimizer: Any) -> None:
-    optimizer.wrapped._momentum = 0.5
-
-
-def freeze(pipe: Any, _optimizer: Any) -> None:
-    pipe.layers.owned_stages.functions[1].eval()
-
-
-def patch(pipe: Any, _optimizer: Any) -> None:
-    pipe.layers.owned_stages.functions[1].forward = lambda x: 2 * x
-
-
-def hook(pipe: Any, _optimizer: Any) -> None:
-    pipe.layers.owned_stages.functions[1].register_forward_post_hook(lambda *values: values[-1] / 2)
-
-
-CHANGES = [
+#: A change of the model or the optimizer, and the name under which it is known.
+CHANGES: list[tuple[Any, str]] = [
     (unfreeze, "0.bias.stop_gradient"),
-    (drop, "1.p"),
-    (clip, "clip.0.clip_norm"),
-    (momentum, "optimizer._momentum"),
-    (freeze, "1.training"),
-    (patch, "1.forward"),
-    (hook, "1.hooks"),
+    (lambda pipe, _: setattr(dropout(pipe), "p", 0.5), "1.p"),
+    (lambda _, sgd: setattr(sgd.wrapped._grad_clip, "clip_norm", 0.01), "clip.0.clip_norm"),
+    (lambda _, sgd: setattr(sgd.wrapped, "_momentum", 0.5), "optimizer._momentum"),
+    (lambda pipe, _: dropout(pipe).eval(), "1.training"),
+    (lambda pipe, _: setattr(dropout(pipe), "forward", lambda x: 2 * x), "1.forward"),
+    (lambda pipe, _: dropout(pipe).register_forward_post_hook(halve), "1.hooks"),
 ]
 
 

@@ -86,13 +86,14 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path, in_background: bool) -
     assert not [*tmp_path.glob(".draft*")]
 
 
-@pytest.mark.parametrize("mode", ["min", "max"])
-def test_what_is_not_a_number_is_never_the_best(tmp_path: Path, mode: str) -> None:
-    manager = fleetpipe.CheckpointManager(tmp_path, max_to_keep=1, best=("loss", mode))
-    for step, loss in enumerate([math.nan, 2.0, math.nan, math.nan]):
-        manager.save(step, model=model(step), metrics={"loss": loss})
-    assert manager.steps() == [1, 3]
-    assert value_at(tmp_path, "best") == 1
+def test_what_is_not_a_number_is_never_the_best(tmp_path: Path) -> None:
+    for mode in ("min", "max"):
+        home = tmp_path / mode
+        manager = fleetpipe.CheckpointManager(home, max_to_keep=1, best=("loss", mode))
+        for step, loss in enumerate([math.nan, 2.0, math.nan, math.nan]):
+            manager.save(step, model=model(step), metrics={"loss": loss})
+        assert manager.steps() == [1, 3]
+        assert value_at(home, "best") == 1
 
 
 @pytest.mark.parametrize("in_background", [False, True])
@@ -142,6 +143,8 @@ def test_values_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
         manager.save(1, model=model(), metrics={"accuracy": 1.0})
     with pytest.raises(CheckpointError, match=r"extra\['a'\]\[1\] cannot be saved"):
         fleetpipe.CheckpointManager(tmp_path).save(1, model=model(), extra={"a": [1, object()]})
+    with pytest.raises(ConfigError, match=r"none was given(.|\n)*pass model="):
+        fleetpipe.CheckpointManager(tmp_path).save(1, model=None)
     for step in (-1, "3", 1.5, True):
         with pytest.raises(ConfigError, match="under its number"):
             fleetpipe.CheckpointManager(tmp_path).save(step, model=model())
@@ -149,6 +152,10 @@ def test_values_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data=.*\n.*state_dict.*\n.*a list"):
         fleetpipe.resume(model(), data=data, manager=fleetpipe.CheckpointManager(tmp_path))
     assert not list(tmp_path.glob("step*"))
+
+
+def no_space(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_a_copy_is_written_while_training_goes_on(tmp_path: Path, monkeypatch: Patch) -> None:
@@ -260,10 +267,7 @@ def test_a_with_waits_for_what_is_saved_and_hides_no_error(
         save_and_fail(2)
     assert manager.steps() == [1, 2]
 
-    def full(*args: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(tensors, "write_at", full)
+    monkeypatch.setattr(tensors, "write_at", no_space)
     with pytest.raises(CheckpointError, match="saving step 3 failed"), manager:
         manager.save(3, model=made)
     with pytest.raises(ZeroDivisionError):
@@ -284,7 +288,7 @@ from paddle import nn
 made, write_at = nn.Linear(300, 300), tensors.write_at
 
 def full(file, *arguments):
-    if "full" in sys.argv and ".draft-00000002" in file.name:
+    if ".draft-00000002" in file.name:
         raise OSError(errno.ENOSPC, "No space left on device")
     if "beside" in file.name:
         time.sleep(0.5)
@@ -304,22 +308,18 @@ if "fails" in sys.argv:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("words", "code", "steps"), [((), 0, [1, 2]), (("full",), 70, [1]), (("full", "fails"), 3, [1])]
-)
+@pytest.mark.parametrize(("words", "code"), [(("full",), 70), (("full", "fails"), 3)])
 def test_a_process_does_not_end_well_over_a_save_that_is_lost(
-    tmp_path: Path, words: tuple[str, ...], code: int, steps: list[int]
+    tmp_path: Path, words: tuple[str, ...], code: int
 ) -> None:
     run = tmp_path / "run"
     command = [sys.executable, "-c", LAST_WORDS, str(run), *words]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == code, ended.stderr
-    assert fleetpipe.CheckpointManager(run).steps() == steps
+    assert fleetpipe.CheckpointManager(run).steps() == [1]
     assert fleetpipe.CheckpointManager(tmp_path / "run-beside").steps() == [1]
-    if code:
-        assert "step 2 was not saved" in ended.stderr
-        assert "No space left" in ended.stderr
-        assert str(run) in ended.stderr
+    for said in ("step 2 was not saved", "No space left", str(run)):
+        assert said in ended.stderr
 
 
 def test_what_cannot_go_is_no_part_of_a_save(
@@ -363,28 +363,18 @@ def test_a_full_disk_is_told_at_the_next_step_and_training_may_go_on(
     manager = fleetpipe.CheckpointManager(tmp_path, async_save=True)
     manager.save(1, model=made)
     manager.wait()
-    write_at = tensors.write_at
-
-    def full(*args: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(tensors, "write_at", full)
-    manager.save(2, model=made)
-    with pytest.raises(CheckpointError, match="No space left") as caught:
-        manager.save(3, model=made)
+    with monkeypatch.context() as patched:
+        patched.setattr(tensors, "write_at", no_space)
+        manager.save(2, model=made)
+        with pytest.raises(CheckpointError, match="No space left") as caught:
+            manager.save(3, model=made)
     assert "saving step 2 failed on rank 0" in str(caught.value)
-    monkeypatch.setattr(tensors, "write_at", write_at)
-    assert manager.steps() == [1]
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", ".writer"}
     fill(made, 4.0)
     manager.save(4, model=made)
     manager.wait()
     assert manager.steps() == [1, 4]
     assert value_at(tmp_path) == 4.0
-
-
-def no_space(*_: Any) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def save_on_a_full_disk(home: Path) -> tuple[list[Any], list[list[int]], list[float]]:
@@ -542,12 +532,6 @@ def test_a_kill_at_any_moment_leaves_a_whole_step(launch: Callable[..., Finished
     words = done.logs[0].split("kills within a save:")[1].split()
     assert int(words[0]) > 5
     assert int(words[-2]) > 0
-
-
-def test_a_save_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none was given(.|\n)*pass model="):
-        fleetpipe.CheckpointManager(tmp_path).save(1, model=None)
-    assert not list(tmp_path.iterdir())
 
 
 class Centred(nn.Layer):

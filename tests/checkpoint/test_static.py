@@ -111,11 +111,8 @@ def names_of(stages: int) -> dict[str, str]:
     return dict(zip(counted, lasting))
 
 
-@pytest.mark.parametrize("in_background", [False, True])
-def test_a_program_goes_on_with_the_bits_of_one_that_never_stopped(
-    tmp_path: Path, in_background: bool
-) -> None:
-    manager = fleetpipe.CheckpointManager(tmp_path, async_save=in_background)
+def test_a_program_goes_on_with_the_bits_of_one_that_never_stopped(tmp_path: Path) -> None:
+    manager = fleetpipe.CheckpointManager(tmp_path, async_save=True)
     with static_mode():
         run = Static(dropout=[0, 1])
         run.train(BEFORE)
@@ -131,7 +128,6 @@ def test_a_program_goes_on_with_the_bits_of_one_that_never_stopped(
             assert run.train(AFTER) == expected
             assert_same(state_dict(), state)
             assert random_numbers() == drawn
-    assert manager.steps() == [3]
 
 
 @pytest.mark.parametrize("kept_in_memory", [False, True])
@@ -168,35 +164,20 @@ def random_numbers() -> bytes:
         paddle.enable_static()
 
 
-def test_a_rate_that_was_set_by_hand_comes_back(tmp_path: Path) -> None:
-    manager = fleetpipe.CheckpointManager(tmp_path)
+def test_a_rate_that_was_set_by_hand_comes_back_of_the_same_optimizer(tmp_path: Path) -> None:
+    manager, sgd = fleetpipe.CheckpointManager(tmp_path), paddle.optimizer.SGD
     with static_mode():
-        run = Static(rate=0.1)
-        first = run.train(BEFORE)
+        run = Static(rate=0.1, make=sgd)
+        run.train(BEFORE)
         with paddle.base.dygraph.guard():
             run.objects["optimizer"].set_lr(0.025)
         manager.save(3, **run.objects)
         expected = run.train(AFTER)
     with static_mode():
-        run = Static(rate=0.1)
+        run = Static(rate=0.1, make=sgd)
         assert run.train(FEEDS)[3:] != expected
         manager.restore(**run.objects)
         assert run.objects["optimizer"].get_lr() == 0.025
-        assert run.train(AFTER) == expected
-        assert len(first) == 3
-
-
-def test_an_optimizer_may_keep_nothing_and_must_be_the_same(tmp_path: Path) -> None:
-    manager = fleetpipe.CheckpointManager(tmp_path)
-    sgd = paddle.optimizer.SGD
-    with static_mode():
-        run = Static(make=sgd)
-        run.train(BEFORE)
-        manager.save(3, **run.objects)
-        expected = run.train(AFTER)
-    with static_mode():
-        run = Static(make=sgd, seed=8)
-        manager.restore(**run.objects)
         assert run.train(AFTER) == expected
     with static_mode(), pytest.raises(CheckpointError, match=r"AdamW\n(.|\n)*SGD"):
         manager.restore(**Static().objects)
@@ -220,18 +201,15 @@ def test_dynamic_graph_of_any_layout_goes_on_from_a_program(tmp_path: Path, stag
             assert other.train(AFTER) == expected
             assert bits(other.model.layers.full_state_dict()) == whole
             assert fleetpipe.model_hash(other.model) == hashed
-    plain = nn.Sequential(
-        *(
-            layer
-            for block in range(stages)
-            for layer in (
-                nn.Linear(HIDDEN if block else FEATURES, HIDDEN),
-                nn.Tanh(),
-                nn.BatchNorm1D(HIDDEN),
-            )
-        ),
-        nn.Linear(HIDDEN, CLASSES),
-    )
+            # Both graphs write the same bytes.
+            fleetpipe.CheckpointManager(tmp_path).restore(**other.objects)
+            fleetpipe.CheckpointManager(tmp_path / "dynamic").save(3, **other.objects)
+            files = tensor_files(tmp_path / "dynamic")
+            assert files == tensor_files(tmp_path / "step-00000003")
+            assert len(files) == 2
+    widths = [FEATURES, *[HIDDEN] * (stages - 1)]
+    blocks = [(nn.Linear(w, HIDDEN), nn.Tanh(), nn.BatchNorm1D(HIDDEN)) for w in widths]
+    plain = nn.Sequential(*(layer for block in blocks for layer in block), nn.Linear(8, CLASSES))
     adamw = paddle.optimizer.AdamW(parameters=plain.parameters())
     assert fleetpipe.load_single(plain, tmp_path, optimizer=adamw) == 3
 
@@ -258,22 +236,8 @@ def test_a_program_goes_on_from_dynamic_graph_of_any_layout(tmp_path: Path, stag
             assert state == ended[0][1]
 
 
-def test_both_write_the_same_bytes(tmp_path: Path) -> None:
-    with static_mode():
-        run = Static(2)
-        run.train(BEFORE)
-        manager = fleetpipe.CheckpointManager(tmp_path / "static", names=names_of(2))
-        manager.save(3, **run.objects)
-    with job(2):
-        other = Dynamic(2)
-        fleetpipe.CheckpointManager(tmp_path / "static").restore(**other.objects)
-        fleetpipe.CheckpointManager(tmp_path / "dynamic").save(3, **other.objects)
-    files = [
-        {path.name: path.read_bytes() for path in (tmp_path / name).rglob("*.safetensors")}
-        for name in ("static", "dynamic")
-    ]
-    assert files[0] == files[1]
-    assert len(files[0]) == 2
+def tensor_files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.rglob("*.safetensors")}
 
 
 def test_another_cut_of_a_program_reads_it(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""The checkpoint of a Trainer, for all tests of formats."""
+"""The checkpoint of a Trainer, for all tests of formats, and Paddle's loads without their pause."""
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -24,3 +25,9 @@ def unified(tmp_path: Path) -> Path:
     masters = {name: value.astype("float32") + 1 for name, value in parameters.items()}
     groups = {"model": parameters, "optimizer": states, "master_weights": masters}
     return write_unified(tmp_path / "unified-0", groups)
+
+
+@pytest.fixture(autouse=True)
+def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paddle's ``load_state_dict`` collects garbage: a second for each load of small files."""
+    monkeypatch.setattr(gc, "collect", lambda *_: 0)

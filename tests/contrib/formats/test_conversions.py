@@ -16,7 +16,14 @@ from safetensors.numpy import load_file
 
 import fleetpipe
 from fleetpipe.contrib.formats import distributed
-from tests.contrib.formats.trainer_files import arrays, convert, step, trained, write_unified
+from tests.contrib.formats.trainer_files import (
+    arrays,
+    convert,
+    map_file,
+    step,
+    trained,
+    write_unified,
+)
 from tests.launching import ROOT
 from tests.pipelines import bits
 
@@ -126,6 +133,10 @@ def test_parts_of_two_ranks_are_put_together(tmp_path: Path) -> None:
     assert state["rows.moment1_0"].tolist() == np.arange(15.0).reshape(5, 3).tolist()
 
 
+def model_of(folder: Path) -> dict[str, np.ndarray]:
+    return load_file(folder / "model-00001-of-00001.safetensors")
+
+
 def llama() -> dict[str, np.ndarray]:
     """The names of Hugging Face, and sizes that are all different."""
     numbers = np.random.default_rng(1)
@@ -147,7 +158,7 @@ def test_a_llama_of_hugging_face_is_one_of_paddlenlp(tmp_path: Path) -> None:
     powers = {f"{name}/beta1_pow_acc_0": np.ones(1, "float32") for name in theirs}
     source = write_unified(tmp_path / "hf", {"model": theirs, "optimizer": {**moments, **powers}})
     convert(source, tmp_path / "nlp", "--to", "unified", "--names", "paddlenlp-llama")
-    model = load_file(tmp_path / "nlp/model-00001-of-00001.safetensors")
+    model = model_of(tmp_path / "nlp")
     optimizer = load_file(tmp_path / "nlp/optimizer-00001-of-00001.safetensors")
     query = theirs["model.layers.10.self_attn.q_proj.weight"].T
     assert np.array_equal(model["llama.layers.10.self_attn.q_proj.weight"], query)
@@ -161,18 +172,11 @@ def test_a_llama_of_hugging_face_is_one_of_paddlenlp(tmp_path: Path) -> None:
 
 
 def test_names_of_layers_of_a_list_are_names_of_a_map(unified: Path, tmp_path: Path) -> None:
-    names = tmp_path / "names.json"
     statements = ["$LAYER_ID.weight^T -> h.$LAYER_ID.w", "$LAYER_ID.bias -> h.$LAYER_ID.b"]
-    names.write_text(json.dumps({"aoa_statements": statements}))
-    words = ("--to", "unified", "--names", names)
+    words = ("--to", "unified", "--names", map_file(tmp_path, *statements))
     convert(unified, tmp_path / "there", *words)
-    model = load_file(tmp_path / "there/model-00001-of-00001.safetensors")
-    assert {name: array.shape for name, array in model.items()} == {
-        "h.0.w": (3, 4),
-        "h.0.b": (3,),
-        "h.2.w": (2, 3),
-        "h.2.b": (2,),
-    }
+    shapes = {name: array.shape for name, array in model_of(tmp_path / "there").items()}
+    assert shapes == {"h.0.w": (3, 4), "h.0.b": (3,), "h.2.w": (2, 3), "h.2.b": (2,)}
     convert(tmp_path / "there", tmp_path / "back", *words, "--reverse-names")
     assert arrays(tmp_path / "back") == arrays(unified)
 
@@ -183,34 +187,29 @@ def test_a_map_swaps_two_names_by_a_third(tmp_path: Path, words: tuple[str, ...]
     swapped = {"h.0.gate": "h.0.up", "h.10.gate": "h.10.up", "h.0.up": "h.0.gate",
                "h.10.up": "h.10.gate", "experts.3.w": "experts.3.w"}  # fmt: skip
     model = {name: np.array([n], "float32") for n, name in enumerate(swapped)}
-    source, names = write_unified(tmp_path / "hf", {"model": model}), tmp_path / "names.json"
+    source = write_unified(tmp_path / "hf", {"model": model})
     gate, up, third = (f"h.$LAYER_ID.{name}" for name in ("gate", "up", "third"))
-    statements = [f"{gate} -> {third}", f"{up} -> {gate}", f"{third} -> {up}"]
-    statements.append("experts.$EXPERT_ID.w -> experts.$EXPERT_ID.w")
-    names.write_text(json.dumps({"aoa_statements": statements}))
+    experts = "experts.$EXPERT_ID.w -> experts.$EXPERT_ID.w"
+    swap = (f"{gate} -> {third}", f"{up} -> {gate}", f"{third} -> {up}")
+    names = map_file(tmp_path, *swap, experts)
     convert(source, tmp_path / "new", "--to", "huggingface", "--names", names, *words)
-    read = load_file(tmp_path / "new/model-00001-of-00001.safetensors")
-    assert read == {name: model[other] for name, other in swapped.items()}
+    assert model_of(tmp_path / "new") == {n: model[other] for n, other in swapped.items()}
 
 
-def test_fused_tensors_are_split_and_joined(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fused_tensors_are_split_and_joined(tmp_path: Path) -> None:
     fused = np.arange(24, dtype="float32").reshape(4, 6)
     source = write_unified(tmp_path / "hf", {"model": {"h.0.c_attn": fused, "unused": fused}})
-    statements = ["h.$LAYER_ID.c_attn -> q.$LAYER_ID, k.$LAYER_ID, v.$LAYER_ID, axis=1"]
-    names = tmp_path / "names.json"
-    names.write_text(json.dumps({"aoa_statements": [*statements, "unused -> _"]}))
-    convert(source, tmp_path / "split", "--to", "huggingface", "--names", names)
-    split = load_file(tmp_path / "split/model-00001-of-00001.safetensors")
-    assert {name: array.tolist() for name, array in split.items()} == {
+    statement = "h.$LAYER_ID.c_attn -> q.$LAYER_ID, k.$LAYER_ID, v.$LAYER_ID, axis=1"
+    words = ("--to", "huggingface", "--names", tmp_path / "names.json")
+    map_file(tmp_path, statement, "unused -> _")
+    convert(source, tmp_path / "split", *words)
+    split = {name: array.tolist() for name, array in model_of(tmp_path / "split").items()}
+    assert split == {
         f"{part}.0": fused[:, 2 * n : 2 * n + 2].tolist() for n, part in enumerate("qkv")
     }
-    names.write_text(json.dumps({"aoa_statements": statements}))
-    convert(tmp_path / "split", tmp_path / "join", "--to", "huggingface", "--names", names,
-            "--reverse-names")  # fmt: skip
-    joined = load_file(tmp_path / "join/model-00001-of-00001.safetensors")
-    assert np.array_equal(joined["h.0.c_attn"], fused)
+    map_file(tmp_path, statement)
+    convert(tmp_path / "split", tmp_path / "join", *words, "--reverse-names")
+    assert np.array_equal(model_of(tmp_path / "join")["h.0.c_attn"], fused)
 
 
 def test_the_map_of_the_page_works_on_a_model_that_it_speaks_of(tmp_path: Path) -> None:
@@ -219,17 +218,16 @@ def test_the_map_of_the_page_works_on_a_model_that_it_speaks_of(tmp_path: Path) 
     names.write_text(page.split("```json\n")[1].split("```")[0])
     array = np.arange(12, dtype="float32").reshape(2, 6)
     model = {"embed.weight": array, "norm": array[0].astype("float16"), "lm_head.weight": array}
+    expected = {"0.weight": array, "final.weight": array[0], "9.weight": array.T}
     for layer in range(2):
         of_layer = {"up.weight": array + layer, "qkv": array - layer, "rotary": array}
         model.update((f"layers.{layer}.{name}", one) for name, one in of_layer.items())
-    source = write_unified(tmp_path / "hf", {"model": model})
-    convert(source, tmp_path / "new", "--to", "huggingface", "--names", names)
-    read = load_file(tmp_path / "new/model-00001-of-00001.safetensors")
-    expected = {"0.weight": array, "final.weight": array[0], "9.weight": array.T}
-    for layer in range(2):
         expected[f"up.{layer}.weight"] = (array + layer).T
         for part, name in enumerate("qkv"):
             expected[f"{name}.{layer}"] = array[:, 2 * part : 2 * part + 2] - layer
+    source = write_unified(tmp_path / "hf", {"model": model})
+    convert(source, tmp_path / "new", "--to", "huggingface", "--names", names)
+    read = model_of(tmp_path / "new")
     assert {name: one.tolist() for name, one in read.items()} == {
         name: one.tolist() for name, one in expected.items()
     }
@@ -260,8 +258,7 @@ def test_a_map_casts_as_paddle_does(tmp_path: Path) -> None:
     for source, target in itertools.permutations(("float32", "float16", "bfloat16"), 2):
         statements = [f"{source}.w^T -> t", f"t -> cast, dtype='{target}'"]
         statements += [f"{name} -> _" for name in tensors if name != f"{source}.w"]
-        names = tmp_path / "names.json"
-        names.write_text(json.dumps({"aoa_statements": statements}))
+        names = map_file(tmp_path, *statements)
         out = tmp_path / f"{source}-{target}"
         convert(tmp_path / "paddle", out, "--to", "distributed", "--names", names)
         whole = tensors[f"{source}.w"].T.contiguous()

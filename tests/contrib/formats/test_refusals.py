@@ -18,7 +18,14 @@ import fleetpipe
 from fleetpipe.checkpoint.files import tensors
 from fleetpipe.contrib.formats import distributed
 from fleetpipe.errors import CheckpointError
-from tests.contrib.formats.trainer_files import arrays, convert, refused, trained, write_unified
+from tests.contrib.formats.trainer_files import (
+    arrays,
+    convert,
+    map_file,
+    refused,
+    trained,
+    write_unified,
+)
 
 NEW = paddle.__version__.startswith("3.")
 pytestmark = pytest.mark.skipif(not NEW, reason="Paddle 2.6.2 writes no such metadata")
@@ -26,8 +33,7 @@ pytestmark = pytest.mark.skipif(not NEW, reason="Paddle 2.6.2 writes no such met
 
 def test_no_other_dtype_is_cast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_unified(tmp_path / "hf", {"model": {"a": np.arange(3)}})
-    names = tmp_path / "names.json"
-    names.write_text('{"aoa_statements": ["a -> b, dtype=\'float16\'"]}')
+    names = map_file(tmp_path, "a -> b, dtype='float16'")
     refusal = refused(capsys, source, tmp_path / "new", "--names", names)
     assert "'a' cannot be cast from int64 to float16" in refusal
 
@@ -90,20 +96,18 @@ def test_misuse_says_what_to_do(
     new = tmp_path / "new"
     assert "one file *.metadata" in refused(capsys, unified, new, "--from", "distributed")
     assert "--from or source_format= says its format" in refused(capsys, tmp_path / "nowhere", new)
-    names = tmp_path / "names.json"
-    names.write_text('{"aoa_statements": ["0.weight -> a"]}')
+    names = map_file(tmp_path, "0.weight -> a")
     told = refused(capsys, unified, new, "--names", names)
     assert "does not speak of 3 tensors" in told
     assert "0.bias, 2.bias, 2.weight" in told
-    both = ["0.weight -> a", "2.weight -> a", "0.bias -> b", "2.bias -> c"]
-    names.write_text(json.dumps({"aoa_statements": both}))
+    map_file(tmp_path, "0.weight -> a", "2.weight -> a", "0.bias -> b", "2.bias -> c")
     assert "nothing is made of 0.weight" in refused(capsys, unified, new, "--names", names)
-    names.write_text('{"aoa_statements": ["missing -> a"]}')
+    map_file(tmp_path, "missing -> a")
     assert "lacks tensors" in refused(capsys, unified, new, "--names", names)
     names.write_text('{"statements": []}')
     assert str(names) in refused(capsys, unified, new, "--names", names)
     assert "paddlenlp-llama" in refused(capsys, unified, new, "--names", "llama")
-    names.write_text(json.dumps({"aoa_statements": ["0.weight -> ../../a"]}))
+    map_file(tmp_path, "0.weight -> ../../a")
     assert "does not fit" in refused(capsys, unified, new, "--names", names)
     assert "did not end" in refused(capsys, unified, names / "inner", "--to", "unified")
     for target in (names, unified):
@@ -186,9 +190,8 @@ def test_maps_that_lose_or_mix_tensors_are_refused(
     statements: list[str],
     words: str,
 ) -> None:
-    names = tmp_path / "names.json"
     rest = [n for n in ("0.bias", "2.weight", "2.bias") if not any(n in s for s in statements)]
-    names.write_text(json.dumps({"aoa_statements": [*statements, *(f"{n} -> {n}" for n in rest)]}))
+    names = map_file(tmp_path, *statements, *(f"{n} -> {n}" for n in rest))
     refusal = refused(capsys, unified, tmp_path / "new", "--names", names)
     assert words in refusal
     assert str(names) in refusal or "leave out" in words

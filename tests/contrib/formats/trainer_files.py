@@ -36,6 +36,13 @@ def write_unified(folder: Path, groups: dict[str, dict[str, np.ndarray]]) -> Pat
     return folder
 
 
+def map_file(folder: Path, *statements: str) -> Path:
+    """A map of names with these statements."""
+    path = folder / "names.json"
+    path.write_text(json.dumps({"aoa_statements": statements}))
+    return path
+
+
 def trained() -> tuple[nn.Layer, paddle.optimizer.Optimizer]:
     """A model and an optimizer, before the first step."""
     paddle.seed(3)
