@@ -148,25 +148,21 @@ class JobStore:
             try:
                 more = self._sock.recv(size - len(data))
             except TimeoutError:
-                self._check_wait(limit)
-                continue
+                self.check()
+                if not limit.reached():
+                    continue
+                raise PipelineTimeout(
+                    f"the job's store, which rank 0 serves, did not answer for {self.timeout:g} s",
+                    cause="rank 0 is stopped, or its host or network is gone; or another program "
+                    "has the port of rank 0",
+                    fix="read the log of rank 0",
+                ) from None
             except OSError as error:
                 self._raise_gone(error.strerror or str(error))
             if not more:
                 self._raise_gone("it closed the connection")
             data += more
         return bytes(data)
-
-    def _check_wait(self, limit: Limit) -> None:
-        """Raises an error if a rank has failed or the limit of the answer is reached."""
-        self.check()
-        if limit.reached():
-            raise PipelineTimeout(
-                f"the job's store, which rank 0 serves, did not answer for {self.timeout:g} s",
-                cause="rank 0 is stopped, or its host or network is gone; or another program has "
-                "the port of rank 0",
-                fix="read the log of rank 0",
-            )
 
     def _raise_gone(self, why: str) -> NoReturn:
         """Raises the error that rank 0 is gone, or that of the rank whose failure caused it."""
@@ -443,7 +439,12 @@ def _connect_to_store(
                     return store
                 if current is not None and current > number:
                     store.close()
-                    raise _left_over_error(number, current)
+                    raise TransportError(
+                        f"rank {own_rank()} of attempt {number} of the job was refused: "
+                        f"the job is in attempt {current}",
+                        cause="this process was left over when the job was started again",
+                        fix="end this process; the attempt that runs has another in its place",
+                    )
             except (PeerFailed, PipelineTimeout):
                 pass
             finding = f"what listens at {host}:{port} does not answer as the job's store"
@@ -451,16 +452,6 @@ def _connect_to_store(
         if limit.reached():
             raise _missing_error("rank 0", timeout, finding)
         time.sleep(_POLL_SECONDS)
-
-
-def _left_over_error(number: int, current: int) -> TransportError:
-    """Returns the error for a rank of attempt ``number`` in a job that is in a later one."""
-    return TransportError(
-        f"rank {own_rank()} of attempt {number} of the job was refused: "
-        f"the job is in attempt {current}",
-        cause="this process was left over when the job was started again",
-        fix="end this process; the attempt that runs has another in its place",
-    )
 
 
 def _missing_error(

@@ -5,6 +5,7 @@ A line may be torn: incomplete, as its process was killed while it wrote the lin
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -47,7 +48,9 @@ def read_lines(path: Path) -> Lines:
     torn = 0
     if path.exists():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            value = _parse_line(line)
+            value = None
+            with contextlib.suppress(ValueError, RecursionError):
+                value = json.loads(line)
             if isinstance(value, dict):
                 values.append(value)
             elif line.strip():
@@ -77,11 +80,3 @@ def replace_lines(path: Path, values: Iterable[Mapping[str, Any]]) -> None:
         OSError: The file cannot be written.
     """
     atomic_file.replace_text(path, "".join(json.dumps(value) + "\n" for value in values))
-
-
-def _parse_line(line: str) -> Any:
-    """Returns the value of a JSON line; None if the line is torn."""
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None

@@ -73,6 +73,7 @@ class Watch:
     Attributes:
         rank: This process's rank in the job.
         failure: The failure that ended the job early, once it is known.
+        noticed: Whether the main thread knows of a failure, this rank's own or another's.
         progress: The source of this rank's records.
         patient: Whether the main thread may notice a failure late, as in a job that heals.
     """
@@ -101,7 +102,7 @@ class Watch:
         self._timed_status, self._timed_since = "", 0.0
         self._interrupts: list[Callable[[], None]] = []
         self._lock = threading.RLock()
-        self._noticed = False
+        self.noticed = False
         self._closed = self._refused = False
         #: When the process is ended unless its main thread has noticed the failure.
         self._end_at = float("inf")
@@ -129,11 +130,6 @@ class Watch:
             failed = self.failure is not None
         if failed:
             interrupt()
-
-    @property
-    def noticed(self) -> bool:
-        """Whether the main thread knows of a failure, this rank's own or another's."""
-        return self._noticed
 
     def check(self) -> None:
         """Raises an error if a failure is known.
@@ -264,9 +260,12 @@ class Watch:
         return self.failure is not None and self.failure.what == "timed out"
 
     def _mark_noticed(self) -> None:
-        """Notes that the main thread knows of the failure; does not return if it is too late."""
+        """Notes that the main thread knows of the failure.
+
+        It waits for the lock, with which the thread may be ending the process already.
+        """
         with self._lock:
-            self._noticed = True
+            self.noticed = True
 
     def _status(self) -> str:
         """Returns in words what the main thread does; may be called on any thread."""
@@ -416,7 +415,7 @@ class Watch:
         if self.patient and self._limit is None:
             return
         with self._lock:
-            if self._noticed or self._closed or self.failure is None:
+            if self.noticed or self._closed or self.failure is None:
                 return
             # In a thread of their own: the main thread may hold a lock that they need.
             printing = threading.Thread(target=self._last_words, args=(self.failure,), daemon=True)

@@ -69,11 +69,6 @@ def host_name() -> str:
     return ""
 
 
-def force_tcp_by_default() -> bool:
-    """Returns whether ``FLEETPIPE_FORCE_TCP`` asks for TCP between ranks of one host."""
-    return os.environ.get("FLEETPIPE_FORCE_TCP", "0") == "1"
-
-
 def own_address() -> str:
     """Returns the address at which other hosts are to reach this one.
 

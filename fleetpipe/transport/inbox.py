@@ -305,7 +305,10 @@ class Inbox:
                 self.reason = frame.announcement.decode("utf-8", "replace")
                 self._frame = None
             elif frame.structure is NOTHING:
-                self._learn_structure(frame)
+                name, structure = decode(bytes(frame.announcement))
+                channel = _Channel(frame.header, name, structure)
+                self._channels[frame.header.channel] = self._by_key[channel.key] = channel
+                self._allocate(frame)
             else:
                 self._frame = None
                 self._note_flight(frame)
@@ -346,14 +349,6 @@ class Inbox:
         if self._seal is not None and memories:
             frame.sealed = [*memories, memoryview(bytearray(SEAL_BYTES))]
             frame.targets.insert(0, frame.sealed[-1])
-
-    def _learn_structure(self, frame: _Frame) -> None:
-        """Stores the structure that a message announces for its channel."""
-        header = frame.header
-        name, structure = decode(bytes(frame.announcement))
-        channel = _Channel(header, name, structure)
-        self._channels[header.channel] = self._by_key[channel.key] = channel
-        self._allocate(frame)
 
     def _allocate(self, frame: _Frame) -> None:
         """Gives a message tensors, which the stream then fills.

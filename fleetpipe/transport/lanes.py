@@ -272,7 +272,7 @@ class ThreadedOutgoing(Outgoing):
             self._changed.notify_all()
 
     def _raise_failure(self) -> None:
-        """Raises the error of an earlier message or of an interruption_error, if there is one."""
+        """Raises the error that ended the thread or interrupted the lane, if there is one."""
         if self._error is not None:
             raise self._error
 
@@ -384,11 +384,11 @@ class Incoming:
         while key not in self._arrivals:
             seconds = limit.seconds_left()
             if seconds <= 0:
-                raise self._receive_timeout(key, timeout)
+                raise message_timeout(Route(key, self._lane.peer, self._rank), timeout)
             try:
                 self._receive_data(self._lane.stream.receive(self._lane.peer, HEADER, seconds))
             except PipelineTimeout:
-                raise self._receive_timeout(key, timeout) from None
+                raise message_timeout(Route(key, self._lane.peer, self._rank), timeout) from None
         return self._take_value(key)
 
     def interrupt(self) -> None:
@@ -424,10 +424,6 @@ class Incoming:
             task.wait()
         structure = arrival.structure
         return structure.rebuild(self._tensors(arrival.buffers, structure.leaves))
-
-    def _receive_timeout(self, key: MessageKey, timeout: float) -> PipelineTimeout:
-        """Returns the error that a message did not come within ``timeout`` seconds."""
-        return message_timeout(Route(key, self._lane.peer, self._rank), timeout)
 
 
 class ThreadedIncoming(Incoming):
@@ -473,7 +469,7 @@ class ThreadedIncoming(Incoming):
             while key not in self._arrivals:
                 self._raise_failure(key)
                 if limit.reached():
-                    raise self._receive_timeout(key, timeout)
+                    raise message_timeout(Route(key, self._lane.peer, self._rank), timeout)
                 self._changed.wait(limit.nap())
             return self._take_value(key)
 
@@ -492,7 +488,7 @@ class ThreadedIncoming(Incoming):
             self._lane.stream.close()
 
     def _raise_failure(self, key: MessageKey) -> None:
-        """Raises the error of the thread, or of an interruption_error, for a receive of ``key``."""
+        """Raises an error for a receive of ``key`` if the thread failed or was interrupted."""
         if self._error is not None or self._interrupted:
             route = Route(key, self._lane.peer, self._rank)
             raise self._error or interruption_error(route)

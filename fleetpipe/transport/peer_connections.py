@@ -10,6 +10,7 @@ data loader's worker, would keep a connection open after its parent's death, unn
 from __future__ import annotations
 
 import atexit
+import os
 import secrets
 import selectors
 import socket
@@ -126,7 +127,7 @@ def join(
     """
     user_secret = handshake.user_secret()
     meeting = Rendezvous(store, namespace, rank, ranks, timeout)
-    use_tcp = hosts.force_tcp_by_default() if force_tcp is None else force_tcp
+    use_tcp = os.environ.get("FLEETPIPE_FORCE_TCP") == "1" if force_tcp is None else force_tcp
     facts = {
         "tcp": "1" if use_tcp else "0",
         "host": hosts.host_identity(),

@@ -14,7 +14,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fleetpipe import atomic_file, log, systems
 from fleetpipe.checkpoint.contents.training_state import random_states, set_random_states
@@ -26,6 +26,9 @@ from fleetpipe.job import attempt_files
 from fleetpipe.job.attempt_files import Generation
 from fleetpipe.job.job import Job
 from fleetpipe.paddle_api.distributed import communicates_over_host, has_gloo
+
+if TYPE_CHECKING:
+    from fleetpipe.launch.resume import Run
 
 #: Digests (checksums) of a batch on one rank: of its inputs, of its labels, and of random states,
 #: learning rate and so on. None where the rank has none.
@@ -146,22 +149,6 @@ class ReplayableIterator:
         self._next = 0
 
 
-class Running(Protocol):
-    """The run of the script (``fleetpipe.resume``), as far as healing needs it.
-
-    Attributes:
-        step: How many steps are done.
-    """
-
-    step: int
-
-    def meet_anew(self) -> int:
-        """Restarts the exchange after each step; returns a step whose save has not ended."""
-
-    def agree_once_more(self) -> None:
-        """Sends what the ranks exchange after a step, without waiting."""
-
-
 class StepCall(NamedTuple):
     """The position of a collective call in the script; the same call has the same one on all ranks.
 
@@ -190,7 +177,7 @@ class Healing:
     def __init__(
         self,
         job: Job,
-        run: Running,
+        run: Run,
         kept: KeptState,
         directory: Path,
         model: Any,
@@ -200,20 +187,16 @@ class Healing:
 
         Args:
             job: The job.
-            run: The run of the script.
+            run: The run of the script, the result of ``fleetpipe.resume``.
             kept: The states after its last steps.
             directory: The directory of the attempt's files.
             model: The model that is kept.
             manager: Saves the run's checkpoints.
         """
-        self._job, self._run, self._kept, self._directory, self._model = (
-            job,
-            run,
-            kept,
-            directory,
-            model,
-        )
-        self._manager, self._number = manager, 0
+        self._job, self._run, self._kept = job, run, kept
+        self._directory, self._model, self._manager = directory, model, manager
+        #: The number of the generation whose processes are connected.
+        self._number = 0
         self.counts = self._in_shared_call = False
         #: The last call of the script.
         self._call = StepCall(0, -1, "")
@@ -224,9 +207,7 @@ class Healing:
         #: The last step that cannot be repeated, and why.
         self._unrepeatable = -1, ""
         #: The generation that began with the process which serves the job's store.
-        self._store_generation = (
-            attempt_files.current_generation().since.get(0, 0) if job.alone else 0
-        )
+        self._store_generation = 0
         self._last_batch: _Batch | None = None
         self._reason_against = kept.obstacle()
         if job.healing is not None:
@@ -235,11 +216,13 @@ class Healing:
         elif not (communicates_over_host() and has_gloo()):
             # The launcher is told before a rank dies: such groups cannot be connected again.
             attempt_files.tell_unhealed("the ranks' groups are not Gloo's")
-        #: In a process that replaces a rank: the records from before, and that it has yet to join.
-        self._earlier_records, self._has_yet_to_join = (
-            read_records(directory) if job.alone else {},
-            job.alone,
-        )
+        #: Whether this process replaces a rank, and has yet to join the others.
+        self._has_yet_to_join = job.alone
+        #: In such a process, the records of all ranks from before.
+        self._earlier_records: Records = {}
+        if job.alone:
+            self._store_generation = attempt_files.current_generation().since.get(0, 0)
+            self._earlier_records = read_records(directory)
         job.be_patient()
 
     def refuse(self, why: str) -> None:

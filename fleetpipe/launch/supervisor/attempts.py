@@ -100,14 +100,6 @@ class RankPositions(NamedTuple):
         lost = (*self.lost, used[rank])
         return RankPositions(working[:left], lost, max(self.total, ranks), left, step, seconds)
 
-    def with_fewer(self, left: int) -> RankPositions:
-        """Returns positions of which only the first ``left`` used ones have a rank."""
-        return self._replace(used=self.used[:left], remaining=left)
-
-    def with_all(self, step: int) -> RankPositions:
-        """Returns positions which all have a rank again, after ``step`` steps."""
-        return self._replace(used=(), since=step)
-
     def environment(self, here: Mapping[str, str] = os.environ) -> dict[str, str]:
         """Returns variables for the ranks: the number of all positions, and the used cards.
 
@@ -441,7 +433,8 @@ def decide_with_fewer(
         fewer = newest.fewer(refused)
         if fewer < least:
             return then
-        why, positions = f"the script refuses {refused} ranks", before.with_fewer(fewer)
+        positions = before._replace(used=before.used[:fewer], remaining=fewer)
+        why = f"the script refuses {refused} ranks"
         return _decide_fewer(attempt, why, newest.step, positions, then)
     if rank is None or verdict.permanent:
         return then
@@ -482,7 +475,7 @@ def _decide_fewer(
 
 def decide_with_all(attempt: Attempt, step: int) -> Again:
     """Returns the decision to start all ranks again after ``step`` steps, on all positions."""
-    positions = attempt.positions.with_all(step)
+    positions = attempt.positions._replace(used=(), since=step)
     line = f"after {step} steps the job goes on with all {positions.total} ranks again"
     return Again(Attempt(attempt.number + 1, attempt.restarts, positions=positions), (line,))
 

@@ -40,17 +40,19 @@ from fleetpipe.launch.script import in_a_shell  # noqa: E402
 from fleetpipe.launch.supervisor import pods  # noqa: E402
 
 
-def serve(supervisor: socket.socket) -> None:
+def _serve_supervisor() -> None:
     """Runs the attempts that the supervisor orders, until its end of the socket closes."""
+    supervisor = socket.socket(fileno=int(sys.argv[1]))
     received = b""
-    while more := supervisor.recv(1 << 16):
-        *lines, received = (received + more).split(b"\n")
-        orders = [line for line in lines if line + b"\n" != pods.STOP]
-        for line in orders:
-            # An attempt that was stopped before it began is not started.
-            stopped = lines[-1] + b"\n" == pods.STOP
-            code = 1 if stopped else _run_attempt(pods.Order(**json.loads(line)), supervisor)
-            supervisor.sendall(json.dumps({"code": code}).encode() + b"\n")
+    with contextlib.suppress(ConnectionError):  # the supervisor was killed
+        while more := supervisor.recv(1 << 16):
+            *lines, received = (received + more).split(b"\n")
+            orders = [line for line in lines if line + b"\n" != pods.STOP]
+            for line in orders:
+                # An attempt that was stopped before it began is not started.
+                stopped = lines[-1] + b"\n" == pods.STOP
+                code = 1 if stopped else _run_attempt(pods.Order(**json.loads(line)), supervisor)
+                supervisor.sendall(json.dumps({"code": code}).encode() + b"\n")
 
 
 def _run_attempt(order: pods.Order, supervisor: socket.socket) -> int:
@@ -105,12 +107,6 @@ def _restore_stderr() -> None:
         sys.stderr.write(_LOADING.read_text(encoding="utf-8", errors="replace"))
         sys.stderr.flush()
         _LOADING.unlink()
-
-
-def _serve_supervisor() -> None:
-    """Serves the supervisor over the socket whose descriptor is an argument."""
-    with contextlib.suppress(ConnectionError):  # the supervisor was killed
-        serve(socket.socket(fileno=int(sys.argv[1])))
 
 
 if __name__ == "__main__":
