@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +52,24 @@ def tensors(folder: Path) -> dict[int, Any]:
     return {saved["step"]: saved["tensors"] for saved in map(json.loads, texts)}
 
 
+def healed(
+    launcher: Launch, folder: Path, worker: Path, words: Sequence[str], **env: str
+) -> list[str]:
+    """Runs a worker on two ranks, of which those of the words die; returns their logs."""
+    options = ["launch", "--heal", "--max-restart", "9", "--checkpoint_dir", "shared"]
+    job = launched(launcher, worker, *options, arguments=words, folder=folder, env=env)
+    logs = logs_in(folder)
+    assert (job.code, [line for line in job.said if "attempt" in line]) == (0, []), (job, logs)
+    deaths = {f"died.{word}" for word in words if "=" in word}
+    assert {file.name for file in folder.glob("died.*")} == deaths
+    return logs
+
+
+def logs_in(folder: Path) -> list[str]:
+    """What both ranks wrote."""
+    return [(folder / "log" / f"workerlog.{rank}").read_text() for rank in (0, 1)]
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "transport",
@@ -69,19 +87,8 @@ def test_ranks_that_die_are_replaced_and_the_others_keep_their_place(
     launcher: Launch, launch: Launch, tmp_path: Path, transport: str
 ) -> None:
     alone = launch(WORKER, None, args=["13"]).logs[0]
-    options = ["--heal", "--max-restart", "9", "--checkpoint_dir", "shared"]
-    job = launched(
-        launcher,
-        WORKER,
-        "launch",
-        *options,
-        arguments=["13", *DEATHS],
-        folder=tmp_path,
-        env={"FLEETPIPE_TRANSPORT": transport},
-    )
-    logs = [(tmp_path / "log" / f"workerlog.{rank}").read_text() for rank in (0, 1)]
-    assert (job.code, [line for line in job.said if "attempt" in line]) == (0, []), logs
-    assert {file.name for file in tmp_path.glob("died.*")} == {f"died.{name}" for name in DEATHS}
+    words = ["13", *DEATHS]
+    logs = healed(launcher, tmp_path, WORKER, words, FLEETPIPE_TRANSPORT=transport)
     for log in logs:
         assert steps(log) == steps(alone)
         assert alone.splitlines()[-1] in log
@@ -96,18 +103,13 @@ def test_ranks_that_have_healed_stop_at_the_same_step(launcher: Launch, tmp_path
     job = launched(launcher, WORKER, "launch", *options, arguments=arguments, folder=tmp_path)
     assert job.code == attempt_files.PREEMPTED, job
     assert "asked to stop, the job saved 7 steps" in job.said[-1]
-    for rank in (0, 1):
-        log = (tmp_path / "log" / f"workerlog.{rank}").read_text()
+    for log in logs_in(tmp_path):
         assert [step.split()[1] for step in steps(log)] == list("0123456")
 
 
 @pytest.mark.processes
 def test_a_rank_that_is_stopped_is_replaced(launcher: Launch, tmp_path: Path) -> None:
-    options = ["--heal", "--checkpoint_dir", "shared"]
-    arguments = ["5", "1.3=stop"]
-    job = launched(launcher, WORKER, "launch", *options, arguments=arguments, folder=tmp_path)
-    assert (job.code, [line for line in job.said if "attempt" in line]) == (0, []), job
-    logs = [(tmp_path / "log" / f"workerlog.{rank}").read_text() for rank in (0, 1)]
+    logs = healed(launcher, tmp_path, WORKER, ["5", "1.3=stop"])
     assert "rank 1 was silent, another process has its place" in logs[0]
     assert steps(logs[0]) == steps(logs[1])
     assert len(steps(logs[0])) == 5
@@ -126,13 +128,7 @@ def test_evaluations_and_saves_in_which_ranks_die_are_those_of_an_undisturbed_ru
 ) -> None:
     own = {"FLEETPIPE_CHECKPOINT_DIR": str(tmp_path / "alone")}
     alone = launch(WORKER, None, args=["4", *words], env=own).logs[0]
-    options = ["--heal", "--max-restart", "9", "--checkpoint_dir", "shared"]
-    arguments = ["4", *words, *deaths]
-    job = launched(launcher, WORKER, "launch", *options, arguments=arguments, folder=tmp_path)
-    logs = [(tmp_path / "log" / f"workerlog.{rank}").read_text() for rank in (0, 1)]
-    assert (job.code, [line for line in job.said if "attempt" in line]) == (0, []), logs
-    assert {file.name for file in tmp_path.glob("died.*")} == {f"died.{name}" for name in deaths}
-    for log in logs:
+    for log in healed(launcher, tmp_path, WORKER, ["4", *words, *deaths]):
         assert steps(log, "eval") == steps(alone, "eval")
         assert alone.splitlines()[-1] in log
     saved = tensors(tmp_path / "shared")
@@ -151,7 +147,7 @@ def test_what_cannot_heal_is_started_again_and_says_why(
     assert job.code == 0, job
     assert any(line.startswith("fleetpipe: the job does not heal: ") for line in job.said), job
     assert "fleetpipe: attempt 2 begins: restart 1 of 3" in job.said
-    log = (tmp_path / "log" / "workerlog.1").read_text()
+    log = logs_in(tmp_path)[1]
     assert steps(log) == steps(alone)
     assert alone.splitlines()[-1] in log
 
@@ -236,7 +232,8 @@ def test_a_rank_that_has_ended_is_met_by_no_other_process(home: Path, capsys: An
 
 def test_a_rank_that_has_ended_in_the_midst_of_the_job_is_awaited_by_nobody(home: Path) -> None:
     held = Healer(home, most=1).hold(RankProcess(1, Ended(0), (), {}, None))
-    assert (held.poll(), attempt_files.current_generation().refused) == (0, "")
+    assert held.poll() == held.wait(1) == 0
+    assert attempt_files.current_generation() == Generation()
     # os._exit(0) is no goodbye, and what the others have noticed is a death.
     attempt_files.tell_failure(Failure(1, "died", "it ended without a goodbye"))
     held.poll()
@@ -244,12 +241,6 @@ def test_a_rank_that_has_ended_in_the_midst_of_the_job_is_awaited_by_nobody(home
         attempt_files.current_generation().refused
         == "rank 1 has ended its work, and meets no other process"
     )
-
-
-def test_a_rank_that_ends_well_is_not_replaced(home: Path) -> None:
-    held = Healer(home, most=1).hold(RankProcess(1, Ended(0), (), {}, None))
-    assert held.poll() == held.wait(1) == 0
-    assert attempt_files.current_generation() == Generation()
 
 
 def test_a_generation_has_the_places_of_those_who_wait_for_it(home: Path) -> None:
@@ -280,11 +271,11 @@ class Model:
     """A model without a loss layer."""
 
 
-class Kept:
-    """A store of states that lacks nothing."""
-
-    def obstacle(self) -> str:
-        return ""
+def healing_of(job: Any, run: Any, home: Path, model: Any) -> Any:
+    """The healing of a job whose rank 1 has died, with a store of states that lacks nothing."""
+    kept: Any = SimpleNamespace(obstacle=str)
+    job._watch = SimpleNamespace(failure=Failure(1, "died", "it ended"), silent=list)
+    return Healing(job, run, kept, home, model, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -300,20 +291,14 @@ def test_a_batch_that_cannot_be_done_once_more_is_not(
     home: Path, batch: dict[str, Any], why: str
 ) -> None:
     job, model = Job(Degrees(), None, 1.0), Model()
-    healing: Any = Healing(job, SimpleNamespace(step=3), Kept(), home, model, None)  # type: ignore[arg-type]
+    healing = healing_of(job, SimpleNamespace(step=3), home, model)
     healing.follow(**{"model": model, "scaler": None, "guards": 0, "drawn": False, **batch})
-    error = PeerFailed("rank 1 died")
-    job.healing, job._watch = (
-        healing,
-        SimpleNamespace(  # type: ignore[assignment]
-            failure=Failure(1, "died", "it ended"), silent=list
-        ),
-    )
+    job.healing = healing
     if why:
         with pytest.raises(PeerFailed, match="rank 1 died"):
-            healing.heal(error)
+            healing.heal(PeerFailed("rank 1 died"))
         assert (home / "unhealed.0").read_text() == why
-    Healing(job, SimpleNamespace(step=3), Kept(), home, model, None)  # type: ignore[arg-type]
+    healing_of(job, SimpleNamespace(step=3), home, model)
     assert (home / "unhealed.0").read_text() == "the script has begun a second training"
 
 
@@ -321,16 +306,13 @@ def test_a_batch_that_cannot_be_done_once_more_is_not(
 def test_a_step_with_what_no_process_can_be_told_is_not_begun_anew(
     home: Path, monkeypatch: Patch, step: int, heals: bool
 ) -> None:
-    job, model = Job(Degrees(), None, 1.0), Model()
     run = SimpleNamespace(step=step)
-    healing: Any = Healing(job, run, Kept(), home, model, None)  # type: ignore[arg-type]
+    healing = healing_of(Job(Degrees(), None, 1.0), run, home, Model())
     healing.hinder("before the steps")
     healing.counts = True
     healing.hinder("outputs of some ranks")
     monkeypatch.setattr(healing, "_await_generation", lambda: None)
     monkeypatch.setattr(healing, "meet", lambda: (Generation(1, {1: 1}), 3))
-    failure = Failure(1, "died", "it ended")
-    job._watch = SimpleNamespace(failure=failure, silent=list)  # type: ignore[assignment]
     run.step = 3
     if heals:
         assert healing.heal(PeerFailed("rank 1 died")) is False
@@ -344,7 +326,7 @@ def test_groups_that_cannot_be_made_anew_are_told_before_a_rank_dies(
     home: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr("fleetpipe.contrib.healing.survivor.communicates_over_host", lambda: False)
-    Healing(Job(Degrees(), None, 1.0), SimpleNamespace(step=3), Kept(), home, Model(), None)  # type: ignore[arg-type]
+    healing_of(Job(Degrees(), None, 1.0), SimpleNamespace(step=3), home, Model())
     held = Healer(home, most=1).hold(RankProcess(1, Ended(-9), (), {}, None))
     assert held.poll() == -9
     assert attempt_files.current_generation().refused == "the ranks' groups are not Gloo's"
@@ -468,20 +450,7 @@ def test_a_program_goes_on_with_the_bits_of_an_undisturbed_run(
     alone: list[str] = []
     with static_mode():
         program_worker.train(11, str(tmp_path / "alone"), alone.append)
-    options = ["--heal", "--max-restart", "9", "--checkpoint_dir", "shared"]
-    job = launched(
-        launcher,
-        PROGRAM_WORKER,
-        "launch",
-        *options,
-        arguments=["11", *PROGRAM_DEATHS],
-        folder=tmp_path,
-    )
-    logs = [(tmp_path / "log" / f"workerlog.{rank}").read_text() for rank in (0, 1)]
-    assert (job.code, [line for line in job.said if "attempt" in line]) == (0, []), (job, logs)
-    assert {file.name for file in tmp_path.glob("died.*")} == {
-        f"died.{name}" for name in PROGRAM_DEATHS
-    }
+    logs = healed(launcher, tmp_path, PROGRAM_WORKER, ["11", *PROGRAM_DEATHS])
     for log in logs:
         assert steps(log) == [line for line in alone if line.startswith("step")]
     state = [line for log in logs for line in log.splitlines() if line.startswith("bits")]

@@ -272,12 +272,8 @@ def fewer(home: Path, steps: list[int]) -> list[Any]:
         for step in steps:
             run.train(step)
             kept.keep(step + 1)
-            files.append(sorted(file.name for file in home.glob(f"rank-{run_rank()}.*")))
+            files.append(sorted(file.name for file in home.glob(f"rank-{Ranks.of_job().rank}.*")))
         return [newest, files, kept.newest(), kept.newest_of_all()]
-
-
-def run_rank() -> int:
-    return Ranks.of_job().rank
 
 
 def test_states_of_more_ranks_stay_until_two_steps_of_fewer_are_kept(
@@ -292,12 +288,8 @@ def test_states_of_more_ranks_stay_until_two_steps_of_fewer_are_kept(
     assert sorted(file.name for file in home.iterdir()) == ["rank-0.2", "rank-1.2"]
     (kept,) = complete_layouts(home)
     assert (kept.step, len(kept.segments), kept.smaller) == (4, 2, (1,))
-
-
-def test_a_state_that_a_rank_lacks_is_none(on_ranks: Call, tmp_path: Path) -> None:
-    on_ranks(write, 2, tmp_path, ["pp"])
-    (tmp_path / "pp kept" / "rank-1.1").unlink()
-    assert newest_kept(tmp_path / "pp kept") is None
+    (home / "rank-1.2").unlink()
+    assert newest_kept(home) is None
 
 
 @pytest.mark.parametrize(

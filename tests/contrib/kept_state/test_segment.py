@@ -10,6 +10,7 @@ import pytest
 
 from fleetpipe.contrib.kept_state import Segment
 from fleetpipe.errors import CheckpointError
+from tests.fixtures import Patch
 
 pytestmark = pytest.mark.once
 
@@ -55,22 +56,12 @@ def test_a_step_that_was_not_finished_is_not_there_and_the_one_before_is(
     assert other.steps() == [2, 3]
 
 
-def test_steps_that_will_be_done_again_are_forgotten(tmp_path: Path) -> None:
-    own = Segment.create(tmp_path / "rank-0", None, SIZES, 10)
-    for step in range(3):
-        own.write(step, blocks(step), b"")
-    own.forget_after(1)
-    assert own.steps() == [1]
-    own.write(2, blocks(2), b"")
-    assert own.steps() == [1, 2]
-
-
 @pytest.mark.parametrize(
     ("number", "fix"),
     [(errno.ENOSPC, "give the host more shared memory"), (errno.EFBIG, "raise that limit")],
 )
 def test_a_host_without_so_much_memory_is_told_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, fix: str
+    tmp_path: Path, monkeypatch: Patch, number: int, fix: str
 ) -> None:
     def full(*_: int) -> None:
         raise OSError(number, os.strerror(number))

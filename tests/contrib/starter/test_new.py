@@ -106,20 +106,14 @@ assert not any(name.startswith("paddle") for name in sys.modules)
     assert (tmp_path / "here" / "README.md").read_text().startswith("# here\n")
 
 
-@pytest.mark.parametrize(
-    "name", ["1st", "my project", "paddle", "Fleetpipe", "a.b", "-", "é", "a" * 101]
-)
-def test_a_bad_name_is_refused(name: str, tmp_path: Path, capsys: Capture) -> None:
-    assert main(["new", "--", str(tmp_path / name)]) == 2
-    assert f"{reprlib.repr(name)} cannot be the name of a project" in capsys.readouterr().err
-
-
-def test_no_name_is_not_this_folder(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
+def test_a_bad_name_is_refused(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
+    for name in ("1st", "my project", "paddle", "Fleetpipe", "a.b", "-", "é", "a" * 101):
+        assert main(["new", "--", str(tmp_path / name)]) == 2
+        assert f"{reprlib.repr(name)} cannot be the name of a project" in capsys.readouterr().err
     monkeypatch.chdir(tmp_path)
     assert main(["new", ""]) == 2
     assert "a project needs a name" in capsys.readouterr().err
     assert not [*tmp_path.iterdir()]
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_there_stays(tmp_path: Path, capsys: Capture) -> None:

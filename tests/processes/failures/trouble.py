@@ -9,8 +9,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import socket
-import struct
 import sys
 import threading
 import time
@@ -26,7 +24,6 @@ from paddle.autograd import PyLayer
 from fleetpipe import fleet
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.job.job import current_job
-from fleetpipe.transport import hosts
 from tests import pipelines
 from tests.byhand import kill_now
 from tests.pipelines import CLASSES, FEATURES, batch, bits, pipeline, sgd
@@ -119,12 +116,6 @@ def long_product() -> None:
     note("computed")
 
 
-def long_sleep() -> None:
-    note("computing")
-    time.sleep(30)
-    note("computed")
-
-
 def deadlock() -> None:
     note("stopped")
     threading.Event().wait()
@@ -132,10 +123,6 @@ def deadlock() -> None:
 
 def boom() -> None:
     raise ValueError("boom in a layer")
-
-
-def out_of_memory() -> None:
-    raise MemoryError("cannot allocate 80 GiB")
 
 
 def on_rank(rank: int, trouble: Trouble | None, otherwise: Trouble | None = None) -> Any:
@@ -147,21 +134,9 @@ def on_rank(rank: int, trouble: Trouble | None, otherwise: Trouble | None = None
 
 def killed_while_one_computes() -> None:
     """Rank 1 dies; rank 0 is in one long product, the last one waits."""
-    Plan.forward = {0: long_product, 1: die}.get(RANK)
+    Plan.forward = on_rank(1, die)
     if RANK == 0:
         later(long_product)
-    train(*begin())
-
-
-def killed_while_waiting() -> None:
-    Plan.forward = on_rank(1, die)
-    train(*begin())
-
-
-def killed_while_one_sleeps() -> None:
-    Plan.forward = on_rank(1, die)
-    if RANK == 0:
-        later(long_sleep)
     train(*begin())
 
 
@@ -169,6 +144,11 @@ def later(trouble: Trouble) -> None:
     """Lets micro-batch 0 through to the next rank; the trouble comes with micro-batch 1."""
     count = iter(range(100))
     Plan.forward = lambda: trouble() if next(count) == 1 else None
+
+
+def killed_while_waiting() -> None:
+    Plan.forward = on_rank(1, die)
+    train(*begin())
 
 
 def killed_inside_gloo() -> None:
@@ -293,11 +273,6 @@ def configured_differently() -> None:
         begin()
 
 
-def memory_error() -> None:
-    Plan.forward = on_rank(1, out_of_memory)
-    train(*begin())
-
-
 def error_between_steps() -> None:
     def careless() -> None:
         raise KeyError("no such sample")
@@ -311,44 +286,6 @@ def exit_between_steps() -> None:
 
 def script_ends_early() -> None:
     train(*begin(), steps=2 if RANK == 1 else 4)
-
-
-def only_begins() -> None:
-    begin()
-
-
-def strangers_and_a_truncated_frame() -> None:
-    """Strangers knock at every socket before the peers do; then a frame stays incomplete."""
-    real, kept = hosts.dial, []
-
-    def dial(address: str) -> socket.socket:
-        for words in (b"\xff" * 200, b"GET / HTTP/1.1\r\n\r\n", b""):
-            stranger = real(address)
-            stranger.setblocking(True)
-            stranger.sendall(words)
-            kept.append(stranger)
-        return real(address)
-
-    hosts.dial = dial
-    host, _, port = os.environ["PADDLE_TRAINER_ENDPOINTS"].split(",")[0].rpartition(":")
-    model, optimizer = begin()
-    with socket.create_connection((host, int(port))) as stranger:
-        stranger.sendall(b"\xff" * 100)
-        train(model, optimizer, steps=2)
-    assert RANK == 0 or kept
-    note("trained")
-
-    def truncate() -> None:
-        found = current_job()
-        assert found is not None
-        assert found._connections is not None
-        sock = found._connections._connections[0]._sock
-        sock.sendall(struct.pack("<Q", 7))
-        sock.shutdown(socket.SHUT_WR)
-        time.sleep(30)
-
-    Plan.backward = on_rank(1, truncate)
-    train(model, optimizer)
 
 
 def _report_the_moment(kind: Any, error: BaseException, trace: Any) -> None:

@@ -32,19 +32,16 @@ pytestmark = [pytest.mark.processes, pytest.mark.once]
 WORKER = Path(__file__).with_name("hosts_worker.py")
 
 
+@pytest.fixture(autouse=True)
+def _namespaces() -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+
+
 @pytest.fixture
 def hosts(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Host, ...]]:
-    if reason := why_not():
-        pytest.skip(reason)
-    with joined(tmp_path, request.param) as several:
-        yield several
-
-
-@pytest.fixture
-def pods(tmp_path: Path) -> Iterator[tuple[Host, ...]]:
-    if reason := why_not():
-        pytest.skip(reason)
-    with joined(tmp_path, 2, own_names_lead_home=False, service="pipeline-worker-0") as several:
+    """Two hosts, or as many as a test asks for."""
+    with joined(tmp_path, getattr(request, "param", 2)) as several:
         yield several
 
 
@@ -68,7 +65,6 @@ def test_four_hosts_have_the_bits_of_one(hosts: tuple[Host, ...], tmp_path: Path
         assert report["others"] == addresses[:rank] + addresses[rank + 1 :]
 
 
-@pytest.mark.parametrize("hosts", [2], indirect=True)
 def test_a_short_cut_is_waited_out(hosts: tuple[Host, ...], tmp_path: Path) -> None:
     limit = {"HOSTS_TIMEOUT": "20"}
     with started(hosts, WORKER, "2", "12", folder=tmp_path, env=limit) as job:
@@ -103,22 +99,6 @@ def test_a_host_that_is_cut_off_is_named_within_the_limit(
             assert re.search(r"rank 2 is silent for \d", ended.log), ended.log
 
 
-@pytest.mark.parametrize("hosts", [4], indirect=True)
-def test_a_host_whose_processes_are_killed_is_named_at_once(
-    hosts: tuple[Host, ...], tmp_path: Path
-) -> None:
-    with started(hosts, WORKER, "4", "400", folder=tmp_path, env={}) as job:
-        job.wait_for("step2.0")
-        since = time.monotonic()
-        job.signal(2, signal.SIGKILL)
-        ends = job.wait()
-    for rank in (0, 1, 3):
-        assert ends[rank].code > 0
-        assert job.moment(f"told.{rank}") - since < PROMPT
-        assert "PeerFailed: rank 2 died" in ends[rank].log
-
-
-@pytest.mark.parametrize("hosts", [2], indirect=True)
 def test_what_is_computed_may_go_over_ipv6(hosts: tuple[Host, ...], tmp_path: Path) -> None:
     by_ipv4 = launched([host.address for host in hosts])
 
@@ -133,7 +113,6 @@ def test_what_is_computed_may_go_over_ipv6(hosts: tuple[Host, ...], tmp_path: Pa
     assert found[0]["losses"] == found[1]["losses"]
 
 
-@pytest.mark.parametrize("hosts", [2], indirect=True)
 def test_two_nodes_of_slurm(hosts: tuple[Host, ...], tmp_path: Path) -> None:
     names = [host.name for host in hosts]
     stem = names[0][:-1]
@@ -159,13 +138,14 @@ def test_two_nodes_of_slurm(hosts: tuple[Host, ...], tmp_path: Path) -> None:
     assert found[0]["losses"] == found[1]["losses"]
 
 
-def test_two_pods_of_kubernetes(pods: tuple[Host, ...], tmp_path: Path) -> None:
+def test_two_pods_of_kubernetes(tmp_path: Path) -> None:
     def told(number: int) -> dict[str, str]:
         # But for the secret, whose volume is not here.
         said = test_repository.told(number, pods[number].address)
         return {name: text for name, text in said.items() if name != "FLEETPIPE_SECRET_FILE"}
 
-    launch(pods, WORKER, tmp_path, {}, told=told)
+    with joined(tmp_path, 2, own_names_lead_home=False, service="pipeline-worker-0") as pods:
+        launch(pods, WORKER, tmp_path, {}, told=told)
     found = reports(tmp_path, 2)
     assert [report["total"] for report in found] == [[2, 2, 2]] * 2
     assert not any(report["sealed"] for report in found)
@@ -176,23 +156,15 @@ def test_two_pods_of_kubernetes(pods: tuple[Host, ...], tmp_path: Path) -> None:
 STARTER = WORKER.with_name("start_worker.py")
 
 
-@pytest.fixture
-def two_hosts(tmp_path: Path) -> Iterator[tuple[Host, ...]]:
-    if reason := why_not():
-        pytest.skip(reason)
-    with joined(tmp_path, 2) as several:
-        yield several
-
-
 @pytest.mark.parametrize("moment", ["connecting", "within a group", "within the first sum"])
 def test_a_cut_cable_ends_both_ranks_within_the_limit(
-    two_hosts: tuple[Host, ...], moment: str, tmp_path: Path
+    hosts: tuple[Host, ...], moment: str, tmp_path: Path
 ) -> None:
     limit = {"START_TIMEOUT": "4"}
     arguments = (moment, "SIGSTOP", "1")
-    with started(two_hosts, STARTER, *arguments, folder=tmp_path, env=limit) as job:
+    with started(hosts, STARTER, *arguments, folder=tmp_path, env=limit) as job:
         job.wait_for("troubled.1")
-        cut(two_hosts[1])
+        cut(hosts[1])
         since = time.monotonic()
         job.signal(1, signal.SIGCONT)
         ends = job.wait()
@@ -202,16 +174,14 @@ def test_a_cut_cable_ends_both_ranks_within_the_limit(
         assert re.search(rf"PipelineTimeout: .*rank(\(s\))? {1 - rank}\b", ended.log), ended.log
 
 
-def test_two_hosts_whose_names_lead_to_themselves(
-    two_hosts: tuple[Host, ...], tmp_path: Path
-) -> None:
-    logs = launch(two_hosts, WORKER, tmp_path, {"FLEETPIPE_SECRET": "correct horse battery staple"})
-    reports = [json.loads((tmp_path / f"report.{rank}").read_text()) for rank in range(2)]
-    for host, report, log in zip(two_hosts, reports, logs):
+def test_two_hosts_whose_names_lead_to_themselves(hosts: tuple[Host, ...], tmp_path: Path) -> None:
+    logs = launch(hosts, WORKER, tmp_path, {"FLEETPIPE_SECRET": "correct horse battery staple"})
+    found = reports(tmp_path, 2)
+    for host, report, log in zip(hosts, found, logs):
         assert report["named"] == "127.0.1.1"
         assert report["interface"] == host.interface
         assert report["total"] == [2, 2, 2]
         assert report["sealed"]
         assert f"Gloo uses the interface {host.interface} ({host.address})" in log
-    assert reports[0]["losses"] == reports[1]["losses"]
-    assert len({*reports[0]["losses"]}) == 3
+    assert found[0]["losses"] == found[1]["losses"]
+    assert len({*found[0]["losses"]}) == 3
