@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import cache
 from typing import NoReturn, cast
 
 from fleetpipe.errors import ConfigError, ScheduleError
@@ -357,79 +358,41 @@ def _raise_unmatched(
 
 
 def linear_order(plan: PlanRows) -> tuple[int, ...]:
-    """Returns the rank of each operation in an order that never blocks; see ``Plan.order``."""
-    rendezvous = _RendezvousReplay(plan)
-    rendezvous.run()
-    # Times never fall along a rank or from a send to its receive, and the sort is stable.
-    by_time = sorted(range(len(rendezvous.ranks)), key=rendezvous.times.__getitem__)
-    return tuple(rendezvous.ranks[index] for index in by_time)
+    """Returns the rank of each operation in an order that never blocks; see ``Plan.order``.
 
-
-class _RendezvousReplay:
-    """Replays a plan in which each send waits for its receive, with nominal times.
-
-    Attributes:
-        positions: For each rank the position of its next operation.
-        clock: For each rank the time at which its last operation ended.
-        ranks: The rank of each operation that has run, in the order in which they ran.
-        times: The time at which each of these ended.
-        ends: The sending and the receiving rank by kind and edge of a transfer, as a cache.
+    It replays the plan with nominal times; each send waits for its receive.
     """
-
-    def __init__(self, plan: PlanRows) -> None:
-        """Puts each rank before its first operation, at time 0."""
-        self.plan = plan
-        self.positions = [0] * len(plan.ops)
-        self.clock = [0] * len(plan.ops)
-        self.ranks: list[int] = []
-        self.times: list[int] = []
-        self.ends: dict[tuple[object, ...], tuple[int, int]] = {}
-
-    def run(self) -> None:
-        """Runs all ranks to their ends.
-
-        Raises:
-            ScheduleError: Ranks wait for each other.
-        """
-        ready = list(range(len(self.positions)))
-        while ready:
-            self._advance(ready.pop(), ready)
-        if self.positions != [len(row) for row in self.plan.ops]:
-            _raise_deadlock(self.plan, self.positions)
-
-    def _advance(self, rank: int, ready: list[int]) -> None:
-        """Runs a rank until it has to wait, or to its end.
-
-        Args:
-            rank: The rank.
-            ready: Ranks that may be able to go on; each peer of a transfer that ran is added.
-        """
-        row, positions, clock = self.plan.ops[rank], self.positions, self.clock
+    positions = [0 for _ in plan.ops]
+    clock = [0 for _ in plan.ops]
+    # Of each operation that has run: its rank, and the time at which it ended.
+    ranks: list[int] = []
+    times: list[int] = []
+    ends_of = cache(lambda kind, edge: ranks_of(Send(kind, edge, 0), plan.placement))
+    # Ranks that may be able to go on.
+    ready = list(range(len(plan.ops)))
+    while ready:
+        rank = ready.pop()
+        row = plan.ops[rank]
         while positions[rank] < len(row):
             op = row[positions[rank]]
-            if not isinstance(op, (Send, Recv)):
-                positions[rank] += 1
+            ends: tuple[int, ...] = (rank,)
+            if isinstance(op, (Send, Recv)):
+                ends = ends_of(op.kind, op.edge)
+                peer = ends[0] if isinstance(op, Recv) else ends[1]
+                if not _is_at_other_end(plan, op, peer, positions[peer]):
+                    break
+                clock[rank] = clock[peer] = max(clock[rank], clock[peer])
+                ready.append(peer)
+            else:
                 clock[rank] += _nominal_time(op)
-                self.ranks.append(rank)
-                self.times.append(clock[rank])
-                continue
-            ends = self._sender_and_receiver(op)
-            peer = ends[0] if isinstance(op, Recv) else ends[1]
-            if not _is_at_other_end(self.plan, op, peer, positions[peer]):
-                break
-            clock[rank] = clock[peer] = max(clock[rank], clock[peer])
             for end in ends:
                 positions[end] += 1
-                self.ranks.append(end)
-                self.times.append(clock[rank])
-            ready.append(peer)
-
-    def _sender_and_receiver(self, op: Send | Recv) -> tuple[int, int]:
-        """Returns the ranks that send and receive a transfer, cached for all micro-batches."""
-        key = op[:2]
-        if key not in self.ends:
-            self.ends[key] = ranks_of(op, self.plan.placement)
-        return self.ends[key]
+                ranks.append(end)
+                times.append(clock[rank])
+    if positions != [len(row) for row in plan.ops]:
+        _raise_deadlock(plan, positions)
+    # Times never fall along a rank or from a send to its receive, and the sort is stable.
+    return tuple(ranks[index] for index in sorted(range(len(ranks)), key=times.__getitem__))
 
 
 def _nominal_time(op: Op) -> int:

@@ -20,15 +20,27 @@ from fleetpipe.schedules.rows import ScheduleRows
 def raise_incomplete(schedule: ScheduleRows) -> NoReturn:
     """Raises the ScheduleError that names a missing, repeated or misplaced action of a schedule."""
     positions: dict[Action, tuple[int, int]] = {}
+    for action, rank, position in _actions_with_positions(schedule):
+        _require_valid(schedule, action, rank, position)
+        if action in positions:
+            raise ScheduleError(
+                f"{action} stands twice",
+                where=describe_position(schedule, rank, position),
+                expected=f"one {action}",
+                got="the first is on rank {} at #{}".format(*positions[action]),
+                fix="leave one of them out",
+            )
+        positions[action] = (rank, position)
+    _check_kinds_of_backward(schedule, positions)
+    raise _missing_error(schedule, positions)
+
+
+def _actions_with_positions(schedule: ScheduleRows) -> Iterator[tuple[Action, int, int]]:
+    """Yields each action of a schedule with its rank, and its position in the rank's row."""
     for rank, row in enumerate(schedule.actions):
         for position, item in enumerate(row):
             for action in parts(item):
-                _require_valid(schedule, action, rank, position)
-                if action in positions:
-                    raise _repeated_error(schedule, action, positions[action], (rank, position))
-                positions[action] = (rank, position)
-    _check_kinds_of_backward(schedule, positions)
-    raise _missing_error(schedule, positions)
+                yield action, rank, position
 
 
 def _require_valid(schedule: ScheduleRows, action: Action, rank: int, position: int) -> None:
@@ -67,19 +79,6 @@ def _require_valid(schedule: ScheduleRows, action: Action, rank: int, position: 
             f" (placement {placement.name})",
             fix=f"move it to rank {placement.rank_of(stage)}",
         )
-
-
-def _repeated_error(
-    schedule: ScheduleRows, action: Action, first: tuple[int, int], second: tuple[int, int]
-) -> FleetPipeError:
-    """Returns the error of an action that stands at two positions (rank, position in the row)."""
-    return ScheduleError(
-        f"{action} stands twice",
-        where=describe_position(schedule, *second),
-        expected=f"one {action}",
-        got=f"the first is on rank {first[0]} at #{first[1]}",
-        fix="leave one of them out",
-    )
 
 
 def _check_kinds_of_backward(
@@ -205,9 +204,7 @@ def raise_stalled(
             action,
             _Position(rank, position),
         )
-        for rank, row in enumerate(schedule.actions)
-        for position, item in enumerate(row)
-        for action in parts(item)
+        for action, rank, position in _actions_with_positions(schedule)
     }
     waits: dict[int, list[_Wait]] = {}
     for rank, row in enumerate(schedule.actions):

@@ -21,8 +21,6 @@ _REMOVED = {
     "auto": "`auto` was removed: run `fleetpipe plan`, or choose by docs/schedules/choosing.md"
 }
 
-_INTERLEAVED = "Interleaved1F1B"
-
 
 def names() -> tuple[str, ...]:
     """Returns the names of all schedules that :func:`build` builds, without aliases."""
@@ -63,15 +61,6 @@ def default_chunks(name: str) -> int:
         name: The schedule's canonical name.
     """
     return table.FAMILIES[name].chunks
-
-
-def default_slices(name: str) -> int:
-    """Returns the number of slices that a schedule cuts each micro-batch into by default.
-
-    Args:
-        name: The schedule's canonical name.
-    """
-    return int(table.slices_of(name, {}))
 
 
 def register(
@@ -199,8 +188,19 @@ def build(
     schedule = Schedule.of(
         table.schedule_rows(canonical, ranks, micro_batches, chunks, options, head)
     )
-    if schedule.name == _INTERLEAVED and options.get("groups") is not None:
-        require_groups_without_deadlock(schedule, options["groups"])
+    if schedule.name == "Interleaved1F1B" and options.get("groups") is not None:
+        try:
+            verify(schedule)
+        except ScheduleError as error:
+            from fleetpipe.schedules.families.one_f_one_b import balanced_groups
+
+            raise ConfigError(
+                f"`groups` {list(options['groups'])} deadlock",
+                got=str(error),
+                cause="the warm-up fits the first group, so a larger one comes too late; and a"
+                f" group of fewer than {ranks} micro-batches can leave the ranks without work",
+                fix=f"groups={balanced_groups(schedule.placement.ranks, micro_batches)}",
+            ) from error
     return schedule
 
 
@@ -248,28 +248,6 @@ def _names_and_aliases() -> Iterator[tuple[str, str]]:
 def _normalize(name: str) -> str:
     """Returns a name in small letters, without ``-``, ``_`` and spaces."""
     return re.sub(r"[-_\s]", "", name).lower()
-
-
-def require_groups_without_deadlock(schedule: ScheduleRows, groups: Iterable[object]) -> None:
-    """Refuses groups of micro-batches with which an interleaved schedule deadlocks.
-
-    Args:
-        schedule: The schedule that was built with these groups.
-        groups: The sizes that the user gave.
-    """
-    try:
-        verify(schedule)
-    except ScheduleError as error:
-        from fleetpipe.schedules.families.one_f_one_b import balanced_groups
-
-        ranks = schedule.placement.ranks
-        raise ConfigError(
-            f"`groups` {list(groups)} deadlock",
-            got=str(error),
-            cause="the warm-up fits the first group, so a larger one comes too late; and a group of"
-            f" fewer than {ranks} micro-batches can leave the ranks without work",
-            fix=f"groups={balanced_groups(ranks, schedule.micro_batches)}",
-        ) from error
 
 
 def build_verified(

@@ -16,6 +16,7 @@ from fleetpipe.json_value import Source, parse
 from fleetpipe.schedules import registry
 from fleetpipe.schedules.api import Plan, Schedule
 from fleetpipe.schedules.costs import Costs
+from fleetpipe.schedules.families import table
 from fleetpipe.schedules.forms.terminal import render, summary
 from fleetpipe.schedules.forms.trace import events_of, write_trace
 from fleetpipe.schedules.placement import SHAPES
@@ -189,7 +190,7 @@ def _check_size(arguments: argparse.Namespace) -> None:
     """Refuses a schedule that would take minutes to build."""
     name = registry.canonical_name(arguments.name)
     chunks = arguments.chunks or registry.default_chunks(name)
-    slices = arguments.slices or registry.default_slices(name)
+    slices = arguments.slices or table.slices_of(name, {})
     forwards = arguments.ranks * chunks * arguments.micro_batches * slices
     if arguments.ranks > MOST_RANKS or forwards > MOST_FORWARDS:
         raise ConfigError(

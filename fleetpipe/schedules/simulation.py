@@ -86,8 +86,14 @@ def replay(schedule: ScheduleRows, edges: Iterable[Edge] | None, costs: Costs) -
     if cached is None:
         _require_complete_schedule(schedule)
     if cached is None or cached[0] != key:
+        dependencies = Dependencies(key[0], schedule.placement.stages)
+        state = _ReplayState(schedule, dependencies, costs)
+        state.run()
+        if any(len(ends) < len(row) for ends, row in zip(state.ends, schedule.actions)):
+            raise_stalled(schedule, dependencies, list(map(len, state.ends)))
+        starts, ends = tuple(map(tuple, state.starts)), tuple(map(tuple, state.ends))
         # The local is returned: another thread may replace the attribute.
-        cached = key, _simulate(schedule, Dependencies(key[0], schedule.placement.stages), costs)
+        cached = key, Replay(starts, ends, tuple(state.busy))
         vars(schedule)["_replay"] = cached
     return cached[1]
 
@@ -117,15 +123,6 @@ def _require_complete_schedule(schedule: ScheduleRows) -> None:
         )
         if not complete:
             raise_incomplete(schedule)
-
-
-def _simulate(schedule: ScheduleRows, dependencies: Dependencies, costs: Costs) -> Replay:
-    """Computes the result of :func:`replay` for a complete schedule."""
-    ranks = _ReplayState(schedule, dependencies, costs)
-    ranks.run()
-    if any(len(ends) < len(row) for ends, row in zip(ranks.ends, schedule.actions)):
-        raise_stalled(schedule, dependencies, list(map(len, ranks.ends)))
-    return Replay(tuple(map(tuple, ranks.starts)), tuple(map(tuple, ranks.ends)), tuple(ranks.busy))
 
 
 class _StageActions(NamedTuple):
@@ -380,7 +377,13 @@ def simulate(
     costs = (costs or Costs()).without_loss(placement)
     costs.check_stages(placement.stages)
     times = replay(schedule, edges, costs)
-    ranks = range(placement.ranks)
+
+    def peaks(in_bytes: bool) -> tuple[float, ...]:
+        return tuple(
+            max(each.during for each in amounts_in_flight(schedule, rank, costs, in_bytes=in_bytes))
+            for rank in range(placement.ranks)
+        )
+
     spans = tuple(ends[-1] - starts[0] for starts, ends in zip(times.starts, times.ends))
     return Timeline(
         schedule,
@@ -390,24 +393,8 @@ def simulate(
         makespan=max(ends[-1] for ends in times.ends),
         spans=spans,
         busy=max(times.busy),
-        peak_activations=tuple(_peak(schedule, rank, costs) for rank in ranks),
-        peak_bytes=None
-        if costs.bytes is None
-        else tuple(_peak(schedule, rank, costs, in_bytes=True) for rank in ranks),
-    )
-
-
-def _peak(schedule: ScheduleRows, rank: int, costs: Costs, *, in_bytes: bool = False) -> float:
-    """Returns the most activations in flight on a rank at once.
-
-    Args:
-        schedule: The schedule.
-        rank: The rank.
-        costs: The bytes of each stage, and the share that I releases.
-        in_bytes: Whether to count bytes, in place of forwards of one stage.
-    """
-    return max(
-        amount.during for amount in amounts_in_flight(schedule, rank, costs, in_bytes=in_bytes)
+        peak_activations=peaks(in_bytes=False),
+        peak_bytes=None if costs.bytes is None else peaks(in_bytes=True),
     )
 
 

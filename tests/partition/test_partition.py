@@ -32,11 +32,6 @@ from tests.launching import ROOT
 pytestmark = pytest.mark.no_paddle
 
 
-# Trainable parameters of ResNet-50's children: conv1, bn1, relu, maxpool, layer1 to layer4,
-# avgpool, fc.
-RESNET50 = [9408, 128, 0, 0, 215808, 1219584, 7098368, 14964736, 0, 2049000]
-
-
 def loads(weights: Sequence[int], boundaries: Sequence[int]) -> list[int]:
     return [sum(weights[start:end]) for start, end in itertools.pairwise(boundaries)]
 
@@ -59,7 +54,8 @@ def best_of_all(weights: Sequence[int], parts: int) -> list[int]:
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[list[int], int]:
     parts = draw(st.integers(1, 4))
-    weight = st.one_of(st.just(0), st.integers(0, 8), st.integers(0, 10**12))
+    # Sums of the largest are not exact as floats.
+    weight = st.one_of(st.just(0), st.integers(0, 8), st.integers(2**60, 2**60 + 3))
     return draw(st.lists(weight, min_size=parts, max_size=12)), parts
 
 
@@ -67,51 +63,6 @@ def problems(draw: st.DrawFn) -> tuple[list[int], int]:
 def test_is_the_best_of_all_cuts(problem: tuple[list[int], int]) -> None:
     weights, parts = problem
     assert balanced(weights, parts) == best_of_all(weights, parts)
-
-
-@pytest.mark.parametrize(
-    ("parts", "heaviest"), [(1, 25_557_032), (2, 17_013_736), (3, 14_964_736), (4, 14_964_736)]
-)
-def test_resnet50_heaviest_stage(parts: int, heaviest: int) -> None:
-    assert max(loads(RESNET50, balanced(RESNET50, parts))) == heaviest
-
-
-def test_resnet50_in_two_is_cut_before_its_last_stage_of_blocks() -> None:
-    assert balanced(RESNET50, 2) == [0, 7, 10]
-
-
-def test_pooling_stays_with_the_layer_before_it() -> None:
-    assert balanced(RESNET50, 3) == [0, 7, 9, 10]
-
-
-def test_stages_that_are_not_the_heaviest_are_even_too() -> None:
-    assert balanced([100, 10, 10, 10, 10, 10, 10], 4) == [0, 1, 3, 5, 7]
-
-
-def test_the_heaviest_stage_counts_before_evenness() -> None:
-    assert balanced([2, 3, 5, 1], 3) == [0, 2, 3, 4]  # 5 5 1, though 2 3 6 has smaller squares
-
-
-def test_layers_that_weigh_nothing_still_fill_stages() -> None:
-    assert balanced([0, 0, 0], 3) == [0, 1, 2, 3]
-    assert balanced([0, 0, 5, 5, 0], 2) == [0, 3, 5]
-
-
-def test_large_counts_are_exact() -> None:
-    big = 2**60
-    assert balanced([big, 1, big + 1], 2) == [0, 2, 3]
-    assert balanced([big + 2, 1, big + 1], 2) == [0, 1, 3]
-
-
-def test_too_few_layers_names_the_empty_stage() -> None:
-    with pytest.raises(PartitionError, match="stage 2 would be empty") as caught:
-        balanced([1, 2], 3)
-    assert "'balanced'" in str(caught.value)
-
-
-def test_negative_weight_is_refused() -> None:
-    with pytest.raises(PartitionError, match="layer 1"):
-        balanced([1, -2], 1)
 
 
 @given(
@@ -186,27 +137,6 @@ def test_of_cuts_that_are_nearly_as_fast_it_is_the_one_that_sends_least(
     assert floored == found
 
 
-def test_too_few_places_are_refused() -> None:
-    with pytest.raises(PartitionError, match="4 stages need 3 places"):
-        fastest([2], 5, 4, lambda *_: 1.0)
-
-
-@pytest.mark.parametrize(
-    ("count", "parts", "boundaries"),
-    [
-        (10, 4, [0, 2, 4, 7, 10]),
-        (15, 2, [0, 7, 15]),
-        (7, 3, [0, 2, 4, 7]),
-        (3, 3, [0, 1, 2, 3]),
-        (5, 1, [0, 5]),
-    ],
-)
-def test_uniform_gives_the_remainder_to_the_last_stages(
-    count: int, parts: int, boundaries: list[int]
-) -> None:
-    assert uniform(count, parts) == boundaries
-
-
 @given(st.integers(1, 30), st.integers(0, 60))
 def test_uniform_stages_differ_by_one_layer_and_never_shrink(parts: int, more: int) -> None:
     boundaries = uniform(parts + more, parts)
@@ -238,14 +168,10 @@ def test_by_class_never_matches_a_layer_without_a_name() -> None:
 
 
 def test_explicit_takes_the_end_or_adds_it() -> None:
-    assert explicit(10, 3, [0, 3, 7]) == [0, 3, 7, 10]
+    bounds = [0, 3, 7]
+    assert explicit(10, 3, bounds) == [0, 3, 7, 10]
     assert explicit(10, 3, (0, 3, 7, 10)) == [0, 3, 7, 10]
-
-
-def test_explicit_leaves_the_callers_list_alone() -> None:
-    bounds = [0, 3]
-    explicit(10, 2, bounds)
-    assert bounds == [0, 3]
+    assert bounds == [0, 3, 7]
 
 
 @pytest.mark.parametrize(
@@ -272,33 +198,29 @@ def test_explicit_refuses_by_name(bounds: list[int], parts: int, words: Sequence
         assert word in str(caught.value)
 
 
-def test_more_stages_than_layers_names_the_empty_stage() -> None:
-    with pytest.raises(PartitionError, match=r"stage 0 would be empty: 3 layers cannot fill 4"):
-        uniform(3, 4)
-    with pytest.raises(PartitionError, match=r"stage 3 would be empty"):
-        explicit(3, 4, [0, 1, 2, 3])
-
-
-def test_no_stages_are_refused() -> None:
-    with pytest.raises(PartitionError, match="at least 1"):
-        uniform(3, 0)
-
-
-def test_by_class_says_both_counts_when_they_do_not_divide() -> None:
-    with pytest.raises(PartitionError) as caught:
-        by_class(["Block"] * 7, 3, "Block")
-    assert "the 7 layers" in str(caught.value)
-    assert "divisible by the 3 stages" in str(caught.value)
-
-
-def test_by_class_lists_the_names_when_nothing_matches() -> None:
-    with pytest.raises(PartitionError, match=r"names \(none\), Linear, ReLU"):
-        by_class(["Linear", "ReLU", "Linear", ""], 2, "Conv")
-
-
-def test_by_class_says_what_is_wrong_with_an_expression() -> None:
-    with pytest.raises(PartitionError, match="unterminated subpattern"):
-        by_class(["Linear", "ReLU"], 2, "(")
+@pytest.mark.parametrize(
+    ("cut", "message"),
+    [
+        (lambda: balanced([1, 2], 3), "stage 2 would be empty(.|\n)*'balanced'"),
+        (lambda: balanced([1, -2], 1), "layer 1"),
+        (lambda: uniform(3, 4), "stage 0 would be empty: 3 layers cannot fill 4"),
+        (lambda: uniform(3, 0), "at least 1"),
+        (lambda: explicit(3, 4, [0, 1, 2, 3]), "stage 3 would be empty"),
+        (lambda: fastest([2], 5, 4, lambda *_: 1.0), "4 stages need 3 places"),
+        (
+            lambda: by_class(["Block"] * 7, 3, "Block"),
+            "the 7 layers(.|\n)*divisible by the 3 stages",
+        ),
+        (
+            lambda: by_class(["Linear", "ReLU", "Linear", ""], 2, "Conv"),
+            r"names \(none\), Linear, ReLU",
+        ),
+        (lambda: by_class(["Linear", "ReLU"], 2, "("), "unterminated subpattern"),
+    ],
+)
+def test_a_cut_that_is_not_possible_is_refused(cut: Callable[[], object], message: str) -> None:
+    with pytest.raises(PartitionError, match=message):
+        cut()
 
 
 LAYERS = (
@@ -318,17 +240,10 @@ def test_stages_hold_every_layer_once_and_in_order() -> None:
         (2, 5, 6),
     ]
     assert [stage.parameters for stage in partition.stages] == [1300, 600, 100]
-
-
-def test_stage_of_every_layer() -> None:
-    partition = Partition((0, 2, 5, 6), "uniform", LAYERS)
     assert [partition.stage_of(layer) for layer in range(6)] == [0, 0, 1, 1, 1, 2]
-
-
-@pytest.mark.parametrize("layer", [-1, 6])
-def test_stage_of_an_unknown_layer_is_refused(layer: int) -> None:
-    with pytest.raises(PartitionError, match=f"no layer {layer}"):
-        Partition((0, 6), "uniform", LAYERS).stage_of(layer)
+    for layer in (-1, 6):
+        with pytest.raises(PartitionError, match=f"no layer {layer}"):
+            partition.stage_of(layer)
 
 
 @pytest.mark.parametrize("boundaries", [(0, 5), (1, 6), (0, 3, 3, 6), (0, 4, 2, 6), (0, 7), (0,)])
@@ -387,11 +302,7 @@ def test_method_chooses_the_cut(method: str | list[int], boundaries: tuple[int, 
     partition = segment(CONVOLUTION, 2, method)
     assert partition.boundaries == boundaries
     assert partition.layers == tuple(CONVOLUTION)
-
-
-def test_partition_remembers_its_method() -> None:
-    assert segment(CONVOLUTION, 2).method == "uniform"
-    assert segment(CONVOLUTION, 2, [0, 2]).method == "list [0, 2]"
+    assert partition.method == (method if isinstance(method, str) else f"list {[*method]}")
 
 
 @pytest.mark.parametrize(

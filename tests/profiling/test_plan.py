@@ -55,20 +55,19 @@ def usual(profile: Profile, ranks: int, micro_batches: int, chunks: int) -> floa
 
 def test_searching_together_beats_interleaved_1f1b_with_an_even_cut() -> None:
     cases = [
-        *((big_vocabulary(), p, m) for p, m in ((4, 8), (8, 16))),
-        *((uneven(), 4, 8), (slow_link(4), 4, 8)),
+        *((big_vocabulary(12), 4, 8), (uneven(14), 4, 8), (slow_link(4, 12), 4, 8)),
     ]
     ratios = [
         usual(profile, p, m, chunks=2) / plan(profile, p, m).predicted.time
         for profile, p, m in cases
     ]
-    # 1.47 1.67 1.28 1.12
+    # 1.67 1.25 1.29
     assert min(ratios) > 1.1
     assert statistics.mean(ratios) > 1.35
     print(f"faster by {statistics.mean(ratios):.2f} in the mean, {max(ratios):.2f} at most")
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(9))
 def test_a_plan_keeps_within_its_cap_and_is_no_slower_than_what_is_usual(seed: int) -> None:
     numbers = random.Random(seed)
     profile = uneven(numbers.randrange(6, 14), seed)
@@ -227,8 +226,8 @@ def test_a_file_that_was_changed_is_not_believed() -> None:
 
 
 def test_other_numbers_of_micro_batches_get_a_schedule_like_the_plans() -> None:
-    for made in (plan(big_vocabulary(), 4, 8), plan(uneven(), 4, 8)):
-        for count in (1, 3, 8, 9):
+    for made in (plan(big_vocabulary(8), 4, 6), plan(uneven(10), 3, 6)):
+        for count in (1, 3, 6, 9):
             schedule = made.schedule_for(count)
             assert (schedule.micro_batches, schedule.name) == (count, made.schedule.name)
             assert schedule.placement == made.schedule.placement
@@ -285,9 +284,10 @@ def test_transfers_between_ranks_keep_the_actions_of_both_busy() -> None:
 
 
 def test_a_plan_has_other_costs_by_another_profile() -> None:
-    made = plan(slow_link(4), 4, 8, memory_cap="130MiB")
-    assert recosted(made, slow_link(4)) == made
-    slower = replace(slow_link(4), layers=tuple(times(layer, 2) for layer in slow_link(4).layers))
+    profile = slow_link(4, 10)
+    made = plan(profile, 4, 8, memory_cap="100MiB")
+    assert recosted(made, profile) == made
+    slower = replace(profile, layers=tuple(times(layer, 2) for layer in profile.layers))
     after = recosted(made, slower)
     assert after.schedule == made.schedule
     assert after.predicted.busy == pytest.approx([2 * busy for busy in made.predicted.busy])
@@ -336,18 +336,16 @@ def test_requests_that_cannot_be_met_are_refused(profile: str, capsys: Capture) 
         assert main(["plan", profile, *words]) == 2
         assert message in capsys.readouterr().err
     assert main(["plan", "nowhere.json", "--ranks", "2"]) == 2
-
-
-@pytest.mark.parametrize("command", [["plan", "--ranks", "16"], ["estimate", "--ranks", "2,16"]])
-def test_a_search_of_minutes_is_refused(
-    command: list[str], tmp_path: Path, capsys: Capture
-) -> None:
-    path = tmp_path / "profile.json"
-    even(200).write(path)
-    name, *words = command
-    assert main([name, str(path), *words]) == 2
-    assert "at most 2000 layers x ranks\n  got: 3200\n" in capsys.readouterr().err
-    assert main(["estimate", str(path), "--micro-batches", "1" * 10]) == 2
+    assert main(["estimate", profile, "--ranks", "2,40"]) == 2
+    captured = capsys.readouterr()
+    assert "cannot be cut into 40 stages" in captured.err
+    assert captured.out == ""
+    # A search of minutes.
+    even(200).write(profile)
+    for words in (["plan", profile, "--ranks", "16"], ["estimate", profile, "--ranks", "2,16"]):
+        assert main(words) == 2
+        assert "at most 2000 layers x ranks\n  got: 3200\n" in capsys.readouterr().err
+    assert main(["estimate", profile, "--micro-batches", "1" * 10]) == 2
 
 
 def test_estimates_are_a_table_of_every_schedule(profile: str, capsys: Capture) -> None:
@@ -357,15 +355,5 @@ def test_estimates_are_a_table_of_every_schedule(profile: str, capsys: Capture) 
     assert {("2", "1F1B"), ("4", "ZBV"), ("4", "Interleaved1F1B")} <= found
     assert main(["estimate", profile, "--ranks", "2", "--format", "json"]) == 0
     assert len(json.loads(capsys.readouterr().out)[0]["peak_bytes"]) == 2
-
-
-def test_an_estimate_for_more_ranks_than_layers_is_refused(profile: str, capsys: Capture) -> None:
-    assert main(["estimate", profile, "--ranks", "2,40"]) == 2
-    captured = capsys.readouterr()
-    assert "cannot be cut into 40 stages" in captured.err
-    assert captured.out == ""
-
-
-def test_one_rank_holds_the_whole_model() -> None:
     one, *_ = estimates(even(4), [1], 2)
     assert one.seconds == pytest.approx(2 * 4 * 3e-3)

@@ -322,8 +322,8 @@ SMALL_MODELS = [
     (uneven(6), 3, 4),
     (uneven(6, 2), 4, 4),
     (whole_only(uneven(6)), 3, 4),
-    (whole_only(big_vocabulary(5)), 3, 6),
-    (whole_only(uneven(6, 1)), 4, 6),
+    (whole_only(big_vocabulary(5)), 3, 4),
+    (whole_only(uneven(6, 1)), 4, 4),
 ]
 
 

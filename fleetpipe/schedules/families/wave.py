@@ -28,12 +28,13 @@ from fleetpipe.schedules.action import Action, Fused, Item, parts
 from fleetpipe.schedules.placement import Placement
 
 #: Nominal times of an action, for the simulation of all ranks.
-_FORWARD, _BACKWARD = 1, 2
+_NOMINAL_TIMES = {"F": 1, "B": 2}
 
 
 def hanayo(placement: Placement, micro_batches: int) -> list[list[Action]]:
     """Returns the rows of Hanayo (arXiv:2308.15762): w waves of two chunks each.
 
+    All ranks are simulated with nominal times; each runs the best of its actions that are ready.
     At the first and the last rank a value goes on to the next chunk without a transfer. With w
     waves a chunk, and so the warm-up, is w times as short. For m = p and B = 2F the bubble rate is
     about (2p-2)/(3wp+p-1) for two waves or more, and less for one. A rank holds up to 2wm forwards
@@ -43,94 +44,37 @@ def hanayo(placement: Placement, micro_batches: int) -> list[list[Action]]:
         placement: A wave of p ranks with 2w chunks each.
         micro_batches: Micro-batches of a batch, m.
     """
-    simulation = _HanayoSimulation(placement, micro_batches)
-    simulation.run()
-    return simulation.rows
-
-
-class _HanayoSimulation:
-    """Simulates all ranks with nominal times; each runs the best of its ready actions.
-
-    An action is a number, and a rank runs the smallest first: with S stages and m micro-batches,
-    the backward of stage s and micro-batch k is k * S + (S-1-s), and the forward m * S more. So
-    backwards come first, then the oldest micro-batch, and within it the deepest stage.
-
-    Attributes:
-        stages: The number of stages, S.
-        forwards: The number of the first forward, m * S.
-        owners: The rank of each stage, from the last stage to the first.
-        order: For each rank the actions that it has begun, in order.
-        ready: For each rank the actions whose inputs are there, as a heap.
-        running: The time at which an action ends, its rank and its number, as a heap.
-        free: For each rank whether it runs nothing.
-        woken: Ranks that may begin an action, since they became free or an action became ready.
-    """
-
-    def __init__(self, placement: Placement, micro_batches: int) -> None:
-        """Prepares the simulation: at time 0 only the forwards of stage 0 are ready."""
-        self.stages = placement.stages
-        self.forwards = self.stages * micro_batches
-        self.owners = [placement.rank_of(stage) for stage in reversed(range(self.stages))]
-        self.order: list[list[int]] = [[] for _ in range(placement.ranks)]
-        self.ready: list[list[int]] = [[] for _ in self.order]
-        self.running: list[tuple[int, int, int]] = []
-        self.free = [True] * placement.ranks
-        self.woken: set[int] = set()
-        for micro_batch in range(micro_batches):
-            self._add_ready(self.forwards + micro_batch * self.stages + self.stages - 1)
-
-    @property
-    def rows(self) -> list[list[Action]]:
-        """The row of each rank."""
-        return [[self._decode(number) for number in row] for row in self.order]
-
-    def run(self) -> None:
-        """Runs all actions: each free rank begins the first of its ready actions."""
-        now = 0
-        while self.woken:
-            for rank in self.woken:
-                if self.free[rank] and self.ready[rank]:
-                    self._begin(rank, heappop(self.ready[rank]), now)
-            self.woken = set()
-            now = self.running[0][0] if self.running else now
-            while self.running and self.running[0][0] == now:
-                _, rank, number = heappop(self.running)
-                self.free[rank] = True
-                self.woken.add(rank)
-                self._release_successor(number)
-
-    def _begin(self, rank: int, number: int, now: int) -> None:
-        """Lets a free rank begin the action ``number`` at time ``now``."""
-        self.order[rank].append(number)
-        self.free[rank] = False
-        time = _FORWARD if number >= self.forwards else _BACKWARD
-        heappush(self.running, (now + time, rank, number))
-
-    def _release_successor(self, number: int) -> None:
-        """Adds the one action that waits for action ``number``, if any, to those that are ready.
-
-        F of a stage is followed by F of the next stage, F of the last stage by its backward, and a
-        backward by that of the stage before.
-        """
-        # How many stages the action's stage is before the last one.
-        distance = number % self.stages
-        if number < self.forwards:
-            if distance < self.stages - 1:
-                self._add_ready(number + 1)
-        else:
-            self._add_ready(number - 1 if distance > 0 else number - self.forwards)
-
-    def _add_ready(self, number: int) -> None:
-        """Adds an action to those that its rank can run, and wakes the rank."""
-        rank = self.owners[number % self.stages]
-        heappush(self.ready[rank], number)
-        self.woken.add(rank)
-
-    def _decode(self, number: int) -> Action:
-        """Returns the action that a number stands for, by the rule in the class's docstring."""
-        kind, rest = divmod(number, self.forwards)
-        micro_batch, distance = divmod(rest, self.stages)
-        return Action("BF"[kind], self.stages - 1 - distance, micro_batch)
+    last = placement.stages - 1
+    owners = [placement.rank_of(stage) for stage in range(placement.stages)]
+    rows: list[list[Action]] = [[] for _ in range(placement.ranks)]
+    # For each rank the actions whose inputs are there, as a heap of (kind, micro-batch, -stage):
+    # backwards come first, then the oldest micro-batch, and within it the deepest stage.
+    ready: list[list[tuple[str, int, int]]] = [[] for _ in rows]
+    ready[0] = [("F", k, 0) for k in range(micro_batches)]
+    # The time at which each running action ends, its rank, and the action, as a heap.
+    running: list[tuple[int, int, Action]] = []
+    idle = set(range(placement.ranks))
+    now = 0
+    while True:
+        for rank in [rank for rank in idle if ready[rank]]:
+            kind, k, negative_stage = heappop(ready[rank])
+            rows[rank].append(Action(kind, -negative_stage, k))
+            heappush(running, (now + _NOMINAL_TIMES[kind], rank, rows[rank][-1]))
+            idle.remove(rank)
+        if not running:
+            return rows
+        now = running[0][0]
+        while running and running[0][0] == now:
+            _, rank, (kind, stage, k) = heappop(running)
+            idle.add(rank)
+            if kind == "F" and stage < last:
+                stage += 1
+            elif kind == "F":
+                kind = "B"
+            else:
+                stage -= 1
+            if stage >= 0:
+                heappush(ready[owners[stage]], (kind, k, -stage))
 
 
 def dual_pipe_v(placement: Placement, micro_batches: int) -> list[list[Item]]:

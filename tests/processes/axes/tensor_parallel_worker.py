@@ -211,18 +211,6 @@ class Language(nn.Layer):
         return self.criterion(logits, label).sum() / float((label != 0).sum())
 
 
-def mlp() -> None:
-    layer, dense = both(Mlp)
-    inputs = tensor(4, 6)
-    reference = twin(inputs)
-    output, expected = layer(inputs), dense(reference)
-    (output**2).sum().backward()
-    (expected**2).sum().backward()
-    note("mlp", output, expected)
-    note("mlp input gradient", inputs.grad, reference.grad)
-    note_gradients("mlp", layer, dense)
-
-
 def language_model() -> None:
     models = both(Language)
     optimizers = [paddle.optimizer.SGD(0.5, parameters=model.parameters()) for model in models]
@@ -254,6 +242,5 @@ def compared(over: str) -> tuple[dict[str, float], dict[str, bytes]]:
             row_linear(flag, other)
     embedding()
     cross_entropies()
-    mlp()
     language_model()
     return GAPS, BITS

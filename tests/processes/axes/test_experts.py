@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +13,15 @@ from paddle import nn
 from paddle.incubate.distributed.models.moe import MoELayer
 from paddle.nn import functional
 
-import fleetpipe
 from fleetpipe import fleet, parity
 from fleetpipe.contrib.experts import AuxiliaryLoss, Experts
 from fleetpipe.dygraph import VocabularyHead, VocabularyLoss
 from fleetpipe.errors import FleetPipeError
 from fleetpipe.fleet.meta_parallel import LayerDesc
-from fleetpipe.job.job import current_job
-from fleetpipe.mesh.groups import DirectGroup
 from fleetpipe.paddle_api import VERSION
-from tests import pipelines
 from tests.fixtures import Call
-from tests.pipelines import ROWS, pipeline, sgd
+from tests.pipelines import ROWS, begun, pipeline, sgd, strategy
+from tests.processes.axes.test_hybrid import trained_through
 from tests.processes.pipeline import overlap_worker as cases
 
 WIDTH, LENGTH, EXPERTS = 8, 5, 4
@@ -86,15 +80,6 @@ class OnData(Stock):
         return self.moe(self.norm(x).detach())
 
 
-@contextmanager
-def job(micro_batches: int, schedule: str = "1F1B", **degrees: Any) -> Iterator[Any]:
-    fleet.init(is_collective=True, strategy=pipelines.strategy(micro_batches, schedule, **degrees))
-    try:
-        yield current_job()
-    finally:
-        fleet.shutdown()
-
-
 def built(block: type[nn.Layer] = Routed) -> tuple[Any, Any]:
     """A pipeline with a mixture in each half, and an optimizer with a clip and a state."""
     layers = [LayerDesc(nn.Linear, WIDTH, WIDTH), *[LayerDesc(block)] * 3]
@@ -117,7 +102,7 @@ def part(running: Any, micro_batches: int, seed: int) -> list[Any]:
 def beside_the_single_model(
     block: type[nn.Layer], micro_batches: int, schedule: str, degrees: dict[str, int]
 ) -> dict[str, Any]:
-    with job(micro_batches, schedule, **degrees) as running:
+    with begun(strategy(micro_batches, schedule, **degrees)) as running:
         pipe, optimizer = built(block)
         session = parity.begin(pipe, optimizer)
         for step in range(2):
@@ -131,60 +116,25 @@ def beside_the_single_model(
         }
 
 
-def beside_each(runs: list[Any]) -> tuple[list[dict[str, Any]], str]:
-    """What each run finds, and what is said of experts that ranks do not divide."""
-    return [beside_the_single_model(*run) for run in runs], refused(runs[0][-1])
+def beside_each(runs: list[Any]) -> tuple[list[dict[str, Any]], str, str]:
+    """What each run finds, and what is said of experts that no ranks can have."""
+    found = [beside_the_single_model(*run) for run in runs]
+    return found, refused(runs[0][-1]), built_of_parts({"pp": 2, "mp": 2})
 
 
-def through_layouts(folder: Path, layouts: list[tuple[int, dict[str, int]]]) -> list[Any]:
-    """Trains a step under each layout from the checkpoint of the one before.
-
-    Returns:
-        For each the loss, the state that it begins with, and the one that it ends with.
-    """
-    legs = []
-    for step, (micro_batches, degrees) in enumerate(layouts):
-        with job(micro_batches, **degrees) as running:
-            pipe, optimizer = built()
-            manager = fleetpipe.CheckpointManager(folder)
-            if step:
-                manager.restore(step=step - 1, model=pipe, optimizer=optimizer)
-            begin = numbers_of(pipe.layers.full_state_dict())
-            loss = pipe.train_batch(part(running, micro_batches, step), optimizer)
-            manager.save(step, model=pipe, optimizer=optimizer)
-            manager.wait()
-            legs.append((float(loss), begin, numbers_of(pipe.layers.full_state_dict())))
-    return legs
+def with_replicas(folder: Path, degrees: dict[str, int]) -> list[float]:
+    saved_with_a_head(folder, degrees)
+    return without_tokens(degrees)
 
 
-def numbers_of(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: tensor.numpy() for name, tensor in state.items()}
-
-
-def one_dies(degrees: dict[str, int]) -> str:
-    """The last rank's process ends within its second exchange; returns what the others raise."""
-    with job(2, own={"timeout": 20}, **degrees):
-        pipe, optimizer = built()
-        if fleet.worker_index() == fleet.worker_num() - 1:
-            calls = itertools.count()
-            exchange = DirectGroup.all_to_all
-
-            def all_to_all(group: Any, parts: Any) -> Any:
-                if next(calls) == 4:
-                    os._exit(9)
-                return exchange(group, parts)
-
-            DirectGroup.all_to_all = all_to_all  # type: ignore[method-assign]
-        try:
-            pipe.train_batch(part(current_job(), 2, 0), optimizer)
-        except FleetPipeError as error:
-            return str(error)
-    return "nothing"
+def own_part(running: Any, step: int) -> list[Any]:
+    """This replica's part of two micro-batches."""
+    return part(running, 2 // running.degrees.replicas, step)
 
 
 def without_tokens(degrees: dict[str, int]) -> list[float]:
     """Trains two steps in which the second rank's experts get nothing; returns the losses."""
-    with job(1, own={"timeout": 20}, **degrees) as running:
+    with begun(strategy(1, own={"timeout": 20}, **degrees)) as running:
         pipe = pipeline([LayerDesc(OnData)], loss_fn=nn.MSELoss())
         optimizer = sgd(pipe)
         data = part(running, 1, 0)
@@ -192,13 +142,13 @@ def without_tokens(degrees: dict[str, int]) -> list[float]:
 
 
 def saved_with_a_head(folder: Path, degrees: dict[str, int]) -> None:
-    with job(1, own={"timeout": 20}, **degrees):
+    with begun(strategy(1, own={"timeout": 20}, **degrees)):
         layers = [LayerDesc(Routed), VocabularyHead(WIDTH, 6)]
         pipeline(layers, loss_fn=VocabularyLoss()).layers.save_state_dict(folder)
 
 
 def refused(degrees: dict[str, int]) -> str:
-    with job(1, **degrees):
+    with begun(strategy(1, **degrees)):
         try:
             Experts(Routed.expert, 3)
         except FleetPipeError as error:
@@ -207,7 +157,8 @@ def refused(degrees: dict[str, int]) -> str:
 
 
 pytestmark = pytest.mark.skipif(VERSION.startswith("2."), reason="2.6.2 has no ep_degree")
-SPREAD = {"pp": 2, "sharding": 2, "ep": 2}
+SHARED = {"pp": 2, "sharding": 2}
+SPREAD = {**SHARED, "ep": 2}
 
 
 def test_the_single_model_beside_spread_experts(on_ranks: Call) -> None:
@@ -219,10 +170,13 @@ def test_the_single_model_beside_spread_experts(on_ranks: Call) -> None:
         (Routed, 1, "1F1B", {"pp": 2, "mp": 2, "ep": 2}),
         (Routed, 1, "1F1B", {**SPREAD, "sharding_stage": 2}),
     ]
-    found, refusals = zip(*on_ranks(beside_each, 4, runs, timeout=240))
-    for message in refusals:
+    found, of_experts, of_gates = zip(*on_ranks(beside_each, 4, runs, timeout=240))
+    for message in of_experts:
         assert "3 experts cannot be spread over 2 ranks" in message
         assert "a multiple of 2, say 4" in message
+    for message in of_gates:
+        assert "mp_group of a MoELayer" in message
+        assert "got: GShardGate" in message
     for exact, several, stock, members, scattered in found:
         assert "bit-exact" in scattered["verdict"], scattered["verdict"]
         assert "bit-exact" in exact["verdict"], exact["verdict"]
@@ -236,34 +190,22 @@ def test_the_single_model_beside_spread_experts(on_ranks: Call) -> None:
 
 
 def test_checkpoints_know_experts_by_their_numbers(on_ranks: Call, tmp_path: Path) -> None:
-    layouts = [(1, SPREAD), (1, {"pp": 2, "sharding": 2}), (2, {"pp": 4}), (1, SPREAD)]
-    legs = on_ranks(through_layouts, 4, tmp_path / "run", layouts, timeout=240)[0]
+    alone = {"pp": 4, "micro_batches": 2}
+    spread, gathered = ({**degrees, "micro_batches": 1} for degrees in (SPREAD, SHARED))
+    jobs = [spread, gathered, alone, spread]
+    legs = on_ranks(trained_through, 4, tmp_path / "run", jobs, built, own_part, timeout=240)[0]
     for (_, _, saved), (_, restored, _) in itertools.pairwise(legs):
-        assert list(saved) == list(restored)
-        for name, value in saved.items():
-            np.testing.assert_array_equal(restored[name], value, err_msg=name)
-    alone = through_layouts(tmp_path / "other", [(2, {"pp": 4})] * 4)
-    np.testing.assert_allclose([leg[0] for leg in legs], [leg[0] for leg in alone], rtol=1e-5)
+        assert restored == saved
+    one_process = trained_through(tmp_path / "other", [alone] * 4, built, own_part)
+    np.testing.assert_allclose([leg[0] for leg in legs], [leg[0] for leg in one_process], rtol=1e-5)
 
 
-def test_a_rank_that_dies_within_an_exchange_is_named(on_ranks: Call) -> None:
-    messages = on_ranks(one_dies, 4, SPREAD, check=False)
-    assert messages.pop() is None
-    for message in messages:
-        assert "rank 3" in message, message
-
-
-def test_a_rank_whose_experts_get_no_token_of_data(on_ranks: Call) -> None:
-    """Data need no gradient: that rank came by no exchange in backward, and the other waited."""
-    first, second = on_ranks(without_tokens, 2, {"dp": 2, "ep": 2})
+def test_experts_over_replicas(on_ranks: Call, tmp_path: Path) -> None:
+    """A rank gets no token of data, which need no gradient; a head is saved by one pipeline."""
+    first, second = on_ranks(with_replicas, 2, tmp_path / "layers", {"dp": 2, "ep": 2})
+    # The rank without tokens came by no exchange in backward, and the other one waited.
     assert first == second
-
-
-def test_a_vocabulary_head_is_saved_by_the_ranks_of_one_pipeline(
-    on_ranks: Call, tmp_path: Path
-) -> None:
-    """Those with its experts are of another replica, which writes no layers."""
-    on_ranks(saved_with_a_head, 2, tmp_path / "layers", {"dp": 2, "ep": 2})
+    # The ranks with the head's experts are of another replica, which writes no layers.
     (head,) = (tmp_path / "layers").glob("layer_01-*")
     assert paddle.load(str(head))["weight"].shape == [6, WIDTH]
 
@@ -279,15 +221,9 @@ class Parts(nn.Layer):
 
 
 def built_of_parts(degrees: dict[str, int]) -> str:
-    with job(1, **degrees), pytest.raises(FleetPipeError) as raised:
+    with begun(strategy(1, **degrees)), pytest.raises(FleetPipeError) as raised:
         built(Parts)
     return str(raised.value)
-
-
-def test_a_gate_with_a_loss_sees_no_part_of_the_tokens(on_ranks: Call) -> None:
-    for message in on_ranks(built_of_parts, 4, {"pp": 2, "mp": 2}):
-        assert "mp_group of a MoELayer" in message
-        assert "got: GShardGate" in message
 
 
 def test_the_bits_are_those_of_halves_one_after_the_other(on_ranks: Call) -> None:

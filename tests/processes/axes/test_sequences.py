@@ -13,16 +13,16 @@ import pytest
 from paddle import nn
 from paddle.nn import functional
 
-import fleetpipe
 from fleetpipe import fleet, parity
 from fleetpipe.cli import main
 from fleetpipe.dygraph import sequences
 from fleetpipe.dygraph.tensor_parallel import share_of
-from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
+from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.paddle_api import VERSION
 from fleetpipe.profiling import Profile
 from tests import pipelines
-from tests.pipelines import adamw, bits
+from tests.pipelines import adamw
+from tests.processes.axes.test_hybrid import trained_through
 
 parts: Any = fleet.utils.sequence_parallel_utils
 VOCABULARY, WIDTH, HEADS, LENGTH, BLOCKS = 11, 8, 4, 16, 2
@@ -104,8 +104,8 @@ class SequenceParallelEmbedding(Embedding):
         return parts.ScatterOp.apply(x.transpose([1, 0, 2])), documents
 
 
-class SequenceParallelBlock(Block):
-    """Norms and residuals on parts of the sequence; products of shards on whole ones."""
+class MembersOfParts(Block):
+    """Norms and residuals on parts of the sequence; products of shards on this rank's places."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class SequenceParallelBlock(Block):
         whole = self.qkv(x).transpose([1, 0, 2])
         rows, length, _ = whole.shape
         split = whole.reshape([rows, length, self.heads, -1]).split(3, axis=-1)
-        seen = self.attend(*split, documents).reshape([rows, length, -1])
+        seen = sequences.attention(*split, documents=documents).reshape([rows, length, -1])
         return self.out(seen.transpose([1, 0, 2]))
 
 
@@ -133,13 +133,6 @@ class SequenceParallelHead(Head):
 
     def forward(self, value: Any) -> Any:
         return super().forward([parts.GatherOp.apply(value[0]).transpose([1, 0, 2])])
-
-
-class MembersOfParts(SequenceParallelBlock):
-    """Of this rank's places of a sequence each member has a part again."""
-
-    def attend(self, query: Any, key: Any, value: Any, documents: Any) -> Any:
-        return sequences.attention(query, key, value, documents=documents)
 
 
 def layers(kind: str) -> list[Any]:
@@ -181,10 +174,8 @@ def verdicts(cases: list[tuple[str, dict[str, int], dict[str, Any]]]) -> list[tu
         replicas = degrees.get("dp", 1)
         count = MICRO_BATCHES // replicas
         fleet.init(is_collective=True, strategy=pipelines.strategy(count, own=options, **degrees))
-        model, optimizer = piped(kind, degrees)
-        session = parity.begin(model, optimizer)
-        for step in range(2):
-            session.step(list(sequences.own_part(own_rows(data(step), replicas))))
+        session = parity.begin(*piped(kind))
+        session.step(list(sequences.own_part(own_rows(data(1), replicas))))
         batch = list(sequences.own_part(own_rows(data(2), replicas)))
         session.eval_batch(batch, compute_loss=True)
         session.predict_batch(batch[0])
@@ -193,38 +184,25 @@ def verdicts(cases: list[tuple[str, dict[str, int], dict[str, Any]]]) -> list[tu
     return texts
 
 
-def piped(kind: str, degrees: dict[str, int]) -> tuple[Any, Any]:
-    criterion = nn.CrossEntropyLoss(ignore_index=0)
+def piped(kind: str = "parts") -> tuple[Any, Any]:
     paddle.seed(5)
-    model = PipelineLayer(layers(kind), num_stages=degrees.get("pp", 1), loss_fn=criterion)
-    model = fleet.distributed_model(model)
+    model = pipelines.pipeline(layers(kind), loss_fn=nn.CrossEntropyLoss(ignore_index=0))
     return model, adamw(model)
 
 
-def through_layouts(folder: Path, layouts: list[dict[str, int]]) -> list[Any]:
-    """Trains a step under each layout, traced, from the checkpoint of the one before.
+def own_part(_: Any, step: int) -> list[Any]:
+    """This rank's places of a batch."""
+    return list(sequences.own_part(data(step)))
 
-    Returns:
-        For each the loss, the state that it begins and ends with, and a profile.
-    """
-    legs = []
-    for step, degrees in enumerate(layouts):
-        options = {"trace": str(folder / f"trace{step}")}
-        strategy = pipelines.strategy(MICRO_BATCHES, own=options, **degrees)
-        fleet.init(is_collective=True, strategy=strategy)
-        model, optimizer = piped("parts", degrees)
-        manager = fleetpipe.CheckpointManager(folder / "run")
-        if step:
-            manager.restore(step=step - 1, model=model, optimizer=optimizer)
-        states = [bits(model.layers.full_state_dict())]
-        loss = model.train_batch(list(sequences.own_part(data(step))), optimizer)
-        manager.save(step, model=model, optimizer=optimizer)
-        manager.wait()
-        states.append(bits(model.layers.full_state_dict()))
-        profile = model.profile(list(sequences.own_part(data(step))))
-        fleet.shutdown()
-        legs.append((float(loss), *states, profile.dumps()))
-    return legs
+
+def trained_and_profiled(folder: Path, jobs: list[dict[str, Any]]) -> tuple[list[Any], list[str]]:
+    """Returns what `trained_through` does, and profiles under the first two jobs."""
+    legs = trained_through(folder, jobs, piped, own_part)
+    profiles = []
+    for options in jobs[:2]:
+        with pipelines.begun(pipelines.strategy(**options)) as running:
+            profiles.append(piped()[0].profile(own_part(running, 0)).dumps())
+    return legs, profiles
 
 
 def test_parity_joins_the_parts_of_sequences(on_ranks: Callable[..., Any]) -> None:
@@ -248,14 +226,17 @@ def test_parity_joins_the_parts_of_sequences(on_ranks: Callable[..., Any]) -> No
 def test_checkpoints_and_traces_of_split_sequences(
     on_ranks: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    split = {"pp": 2, "sep": 2}
-    layouts = [split, {"pp": 4}, split]
-    legs = on_ranks(through_layouts, 4, tmp_path / "a", layouts, timeout=240)[0]
-    for (_, _, saved, _), (_, restored, _, _) in itertools.pairwise(legs):
+    layouts = [{"pp": 2, "sep": 2}, {"pp": 4}, {"pp": 2, "sep": 2}]
+    jobs = [
+        {**degrees, "micro_batches": MICRO_BATCHES, "own": {"trace": str(tmp_path / f"{step}")}}
+        for step, degrees in enumerate(layouts)
+    ]
+    legs, profiles = on_ranks(trained_and_profiled, 4, tmp_path / "a", jobs, timeout=240)[0]
+    for (_, _, saved), (_, restored, _) in itertools.pairwise(legs):
         assert restored == saved
     # Half of queries, keys, values and outputs, forward and backward, in float32.
     half = ROWS * LENGTH // 2 * WIDTH // 2 * 4
-    parts, whole = (Profile.loads(leg[3]) for leg in legs[:2])
+    parts, whole = map(Profile.loads, profiles)
     assert [layer.exchanged for layer in parts.layers] == [0, 8 * half, 8 * half, 0]
     assert [layer.exchanged for layer in whole.layers] == [0] * 4
     # What one of whole sequences says of split ones.
@@ -264,9 +245,11 @@ def test_checkpoints_and_traces_of_split_sequences(
         assert [getattr(one, name) for one in priced.layers] == [
             getattr(one, name) for one in parts.layers
         ]
-    alone = through_layouts(tmp_path / "b", [{"pp": 4}] * 3)
+    alone = trained_through(
+        tmp_path / "b", [{"pp": 4, "micro_batches": MICRO_BATCHES}] * 3, piped, own_part
+    )
     assert [leg[0] for leg in legs] == pytest.approx([leg[0] for leg in alone], rel=1e-5)
-    traces = [(tmp_path / "a" / f"trace{step}" / "trace.json").read_text() for step in (0, 1)]
+    traces = [(tmp_path / f"{step}" / "trace.json").read_text() for step in (0, 1)]
     assert ['"exchange"' in trace for trace in traces] == [True, False]
-    assert main(["why", str(tmp_path / "a" / "trace0")]) == 0
+    assert main(["why", str(tmp_path / "0")]) == 0
     assert "steps" in capsys.readouterr().out
