@@ -253,6 +253,8 @@ def test_a_loader_gives_this_replicas_batches() -> None:
         dataset = paddle.io.TensorDataset([paddle.arange(10), paddle.arange(10)])
         loader = get_dataloader(dataset, batch_size=4)
         assert [rows.tolist() for rows, _ in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-        kept = get_dataloader(dataset, shuffle=True, drop_last=False, batch_size=4)
-        assert sorted(int(row) for rows, _ in kept for row in rows) == list(range(10))
+        kept = get_dataloader(dataset, shuffle=True, drop_last=False, batch_size=4, pin_memory=True)
+        first, second = ([row for rows, _ in kept for row in rows.tolist()] for _ in range(2))
+        assert first != second
+        assert sorted(first) == sorted(second) == list(range(10))
         assert len(kept) == 3

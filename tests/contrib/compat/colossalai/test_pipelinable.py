@@ -50,28 +50,23 @@ def halve(x: Any) -> Any:
 ALL = ["head", "blocks.0", "blocks.1", "tail"]
 
 
-def test_without_a_sequence_children_stand_as_they_were_made_and_containers_are_opened() -> None:
-    found = read_sequence(Model(), None)
-    assert [step.name for step in found.steps] == [
-        *("head", "blocks.0", "blocks.1", "tail.0", "tail.1")
-    ]
-
-
-def test_functions_stand_around_the_layers_beside_them() -> None:
-    steps = read_sequence(
-        Model(),
-        [double, "head", halve, (double, "behind"), (halve, "front"), (double, "front"), *ALL[1:]],
-    ).steps
-    assert steps[0].call.front == (double,)
-    assert steps[0].call.behind == (halve, double)
-    assert steps[1].call.front == (halve, double)
-    assert steps[1].call.behind == ()
-
-
-def test_a_second_name_of_a_layer_is_known() -> None:
-    model = Model()
-    steps = read_sequence(model, [*ALL, "again"]).steps
-    assert steps[-1].layer is model.head
+def test_a_sequence_names_layers_and_the_functions_around_them() -> None:
+    model, flatten = Model(), nn.Flatten()
+    # Without one children stand as they were made, and containers are opened.
+    names = [step.name for step in read_sequence(model, None).steps]
+    assert names == ["head", "blocks.0", "blocks.1", "tail.0", "tail.1"]
+    around = [double, "head", halve, (double, "behind"), (halve, "front"), (double, "front")]
+    steps = read_sequence(model, [*around, *ALL[1:], flatten]).steps
+    assert (steps[0].call.front, steps[0].call.behind) == ((double,), (halve, double))
+    assert (steps[1].call.front, steps[1].call.behind) == ((halve, double), ())
+    # A layer without parameters may stand as a function.
+    assert steps[-1].call.behind == (flatten,)
+    # A second name of a layer is known.
+    assert read_sequence(model, [*ALL, "again"]).steps[-1].layer is model.head
+    marked = ["head", "SPLIT_NODE", double, *ALL[1:3], "SPLIT_NODE", "tail"]
+    found = read_sequence(model, marked)
+    assert found.splits == (1, 3)
+    assert found.steps[0].call.behind == (double,)
 
 
 def test_a_sublayer_may_have_the_name_of_a_method_or_a_dot_in_it() -> None:
@@ -80,12 +75,6 @@ def test_a_sublayer_may_have_the_name_of_a_method_or_a_dot_in_it() -> None:
     model.add_sublayer("a.b", nn.Linear(2, 2))
     steps = read_sequence(model, ["blocks.eval", "a.b"]).steps
     assert [step.layer for step in steps] == model.sublayers()[1:]
-
-
-def test_marks_say_how_many_layers_stand_before_them() -> None:
-    found = read_sequence(Model(), ["head", "SPLIT_NODE", double, *ALL[1:3], "SPLIT_NODE", "tail"])
-    assert found.splits == (1, 3)
-    assert found.steps[0].call.behind == (double,)
 
 
 @pytest.mark.parametrize(
@@ -110,11 +99,6 @@ def test_what_cannot_stand_in_a_sequence_is_refused(entries: list[Any], words: s
     assert words in str(caught.value).replace("\n  got", "")
 
 
-def test_a_layer_without_parameters_may_stand_as_a_function() -> None:
-    flatten = nn.Flatten()
-    assert read_sequence(Model(), [*ALL, flatten]).steps[-1].call.behind == (flatten,)
-
-
 def test_a_parameter_of_the_model_itself_is_missed() -> None:
     model = Model()
     model.scale = paddle.create_parameter([1], "float32")
@@ -136,18 +120,26 @@ def cut(policy: Any, weights: list[int], ranks: int, chunks: int = 1, splits: An
     return {rank: stages[rank::ranks] for rank in range(ranks)}
 
 
+MAPPING = {0: [(0, 1), (3, 4)], 1: [(1, 3), (4, 6)]}
+
+
 @pytest.mark.parametrize(
-    ("count", "ranks", "chunks", "expected"),
+    ("policy", "weights", "ranks", "chunks", "splits", "expected"),
     [
-        (10, 2, 1, {0: [(0, 5)], 1: [(5, 10)]}),
-        (7, 3, 1, {0: [(0, 2)], 1: [(2, 4)], 2: [(4, 7)]}),
-        (12, 2, 2, {0: [(0, 3), (6, 9)], 1: [(3, 6), (9, 12)]}),
+        ("uniform", [1] * 10, 2, 1, (), {0: [(0, 5)], 1: [(5, 10)]}),
+        ("uniform", [1] * 7, 3, 1, (), {0: [(0, 2)], 1: [(2, 4)], 2: [(4, 7)]}),
         # Cut into 4 stages at once it would be 2, 2, 3, 3.
-        (10, 2, 2, {0: [(0, 2), (5, 7)], 1: [(2, 5), (7, 10)]}),
+        ("uniform", [1] * 10, 2, 2, (), {0: [(0, 2), (5, 7)], 1: [(2, 5), (7, 10)]}),
+        ("balanced", RESNET50, 2, 1, (), {0: [(0, 7)], 1: [(7, 10)]}),
+        ("customized", [1] * 5, 2, 1, (2,), {0: [(0, 2)], 1: [(2, 5)]}),
+        ("customized", [1] * 5, 2, 2, (1, 2, 3), {0: [(0, 1), (2, 3)], 1: [(1, 2), (3, 5)]}),
+        (MAPPING, [1] * 6, 2, 2, (), MAPPING),
     ],
 )
-def test_uniform(count: int, ranks: int, chunks: int, expected: Any) -> None:
-    assert cut("uniform", [1] * count, ranks, chunks) == expected
+def test_policies_cut_where_colossalai_does(
+    policy: Any, weights: list[int], ranks: int, chunks: int, splits: Any, expected: Any
+) -> None:
+    assert cut(policy, weights, ranks, chunks, splits) == expected
 
 
 def test_the_tutorials_own_example_of_chunks() -> None:
@@ -155,12 +147,6 @@ def test_the_tutorials_own_example_of_chunks() -> None:
     parts = cut("uniform", [1] * 16, 4, 2)
     assert parts[0] == [(0, 2), (8, 10)]
     assert parts[1] == [(2, 4), (10, 12)]
-
-
-def test_balanced_cuts_resnet_50_where_colossalai_does() -> None:
-    assert cut("balanced", RESNET50, 2) == {0: [(0, 7)], 1: [(7, 10)]}
-    heaviest = max(sum(RESNET50[slice(*part)]) for [part] in cut("balanced", RESNET50, 4).values())
-    assert heaviest == 14964736
 
 
 @given(st.lists(st.integers(0, 50), min_size=4, max_size=9), st.integers(1, 4))
@@ -173,19 +159,6 @@ def test_balanced_is_as_light_as_any_cut(weights: list[int], ranks: int) -> None
     every = combinations(range(1, len(weights)), ranks - 1)
     best = min(heaviest((0, *inner, len(weights))) for inner in every)
     assert heaviest(tuple(boundaries("balanced", weights, (), ranks, 1))) == best
-
-
-def test_customized_cuts_at_the_marks() -> None:
-    assert cut("customized", [1] * 5, 2, splits=(2,)) == {0: [(0, 2)], 1: [(2, 5)]}
-    assert cut("customized", [1] * 5, 2, 2, (1, 2, 3)) == {
-        0: [(0, 1), (2, 3)],
-        1: [(1, 2), (3, 5)],
-    }
-
-
-def test_a_mapping_is_taken_as_it_is() -> None:
-    policy = {0: [(0, 1), (3, 4)], 1: [(1, 3), (4, 6)]}
-    assert cut(policy, [1] * 6, 2, 2) == policy
 
 
 @pytest.mark.parametrize(
@@ -228,11 +201,6 @@ class Head(nn.Layer):
         return paddle.matmul(x, self.weight, transpose_y=True)
 
 
-def test_the_list_of_the_tutorial() -> None:
-    pipelinable = recorded()
-    assert pipelinable.partition(1, 2, 0).segment_parts == [0, 7, 10]
-
-
 def test_nothing_has_memory_before_it_is_cut_and_no_random_number_is_used() -> None:
     paddle.seed(7)
     expected = paddle.rand([4]).numpy().tobytes()
@@ -255,6 +223,7 @@ def test_the_cut_model_is_the_plain_one_under_its_keys() -> None:
     plain = ResNet()
     built = recorded().partition(1, 2, 0)
     built.load_from(plain)
+    assert built.segment_parts == [0, 7, 10]
     assert list(built.state_dict()) == list(plain.state_dict())
     assert bits(built.state_dict()) == bits(plain.state_dict()) == bits(built.full_state_dict())
     built.eval()

@@ -19,7 +19,7 @@ from fleetpipe.contrib.compat.colossalai import nn as col_nn
 from fleetpipe.contrib.compat.colossalai.logging import get_dist_logger
 from fleetpipe.contrib.compat.colossalai.nn.lr_scheduler import LinearWarmupLR
 from fleetpipe.contrib.compat.colossalai.trainer import Trainer, hooks
-from fleetpipe.contrib.compat.colossalai.utils import MultiTimer, get_dataloader
+from fleetpipe.contrib.compat.colossalai.utils import MultiTimer
 from fleetpipe.errors import StateError, UsageError
 from tests.contrib.compat.colossalai.test_engine import ROWS, batch, launched, partitioned, recorded
 from tests.pipelines import bits
@@ -124,9 +124,9 @@ def test_the_four_lines_of_the_tutorial(program: Any) -> None:
     other = made()
     other[0].model.layers.load_from(engine.model.layers.full_state_dict())
     trainer.fit(
-        train_dataloader=[batch(number) for number in TRAIN],
+        train_dataloader=list(map(batch, TRAIN)),
         epochs=2,
-        test_dataloader=[batch(number) for number in TEST],
+        test_dataloader=list(map(batch, TEST)),
         test_interval=1,
         hooks=hook_list,
         display_progress=False,
@@ -135,13 +135,9 @@ def test_the_four_lines_of_the_tutorial(program: Any) -> None:
     assert logger.lines == expected
     assert recorder.losses == losses
     assert bits(engine.model.layers.state_dict()) == bits(other[0].model.layers.state_dict())
-    epoch = [
-        "before_train_epoch",
-        *(["before_train_iter", "after_train_iter"] * 3),
-        *("after_train_epoch", "before_test", "before_test_epoch"),
-        *(["before_test_iter", "after_test_iter"] * 2),
-        *("after_test_epoch", "after_test"),
-    ]
+    epoch = ["before_train_epoch", *(["before_train_iter", "after_train_iter"] * 3)]
+    epoch += ["after_train_epoch", "before_test", "before_test_epoch"]
+    epoch += [*(["before_test_iter", "after_test_iter"] * 2), "after_test_epoch", "after_test"]
     begin = ["after_hook_is_attached", "before_train"]
     assert recorder.events == [*begin, *epoch, *epoch, "after_train"]
     assert (trainer.cur_epoch, trainer.cur_step) == (2, 6)
@@ -153,8 +149,7 @@ def test_few_steps_and_a_rate_by_step(program: Any, capsys: Any) -> None:
     engine, _, _, schedule = program
     trainer = Trainer(engine)
     hook_list = [hooks.LossHook(), hooks.LRSchedulerHook(schedule, by_epoch=False)]
-    data = [batch(number) for number in TRAIN]
-    trainer.fit(data, 5, max_steps=4, hooks=hook_list, display_progress=True)
+    trainer.fit(list(map(batch, TRAIN)), 5, max_steps=4, hooks=hook_list, display_progress=True)
     assert (trainer.cur_epoch, trainer.cur_step) == (2, 4)
     assert schedule.last_epoch == 4
     assert list(trainer.states["metrics"]["train"]) == ["Loss", "LR"]
@@ -172,8 +167,7 @@ def test_a_training_with_checkpoints_goes_on(program: Any, tmp_path: Path) -> No
             hooks.LRSchedulerHook(schedule, by_epoch=True),
             hooks.LogMetricByEpochHook(logger),  # type: ignore[arg-type]
         ]
-        data = [batch(number) for number in TRAIN]
-        Trainer(engine).fit(data, 2, max_steps=max_steps, hooks=hook_list)
+        Trainer(engine).fit(list(map(batch, TRAIN)), 2, max_steps=max_steps, hooks=hook_list)
         return logger.lines
 
     start = program[0].model.layers.full_state_dict()
@@ -255,11 +249,3 @@ def test_cifar_is_read_from_its_file_alone(tmp_path: Path) -> None:
         assert all(map(np.array_equal, epochs[0], [images.numpy() for images, _ in again]))
         shapes = [(images.shape, labels.shape) for images, labels in test]
         assert shapes == [([8, 3, 16, 16], [8]), ([4, 3, 16, 16], [4])]
-
-
-def test_a_loader_of_the_trainer_knows_its_position() -> None:
-    with launched():
-        dataset = paddle.io.TensorDataset([paddle.arange(10), paddle.arange(10)])
-        loader = get_dataloader(dataset, shuffle=True, batch_size=4, pin_memory=True)
-        first, second = ([rows.tolist() for rows, _ in loader] for _ in range(2))
-        assert first != second

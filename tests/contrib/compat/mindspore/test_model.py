@@ -56,10 +56,17 @@ def test_an_option_that_cannot_be_used_is_refused(options: Any, kind: Any, words
 def test_options_are_set_one_by_one_and_told() -> None:
     context.set_auto_parallel_context(parallel_mode=ParallelMode.SEMI_AUTO_PARALLEL)
     context.set_auto_parallel_context(pipeline_stages=2, full_batch=True)
-    assert context.get_auto_parallel_context("pipeline_stages") == 2
-    assert context.get_auto_parallel_context("parallel_mode") == "semi_auto_parallel"
+    mindspore.set_context(mode=context.GRAPH_MODE, device_target="CPU", save_graphs=True)
+    for name, value in (
+        ("pipeline_stages", 2),
+        ("parallel_mode", "semi_auto_parallel"),
+        ("save_graphs", True),
+    ):
+        assert context.get_auto_parallel_context(name) == value
     with pytest.raises(ConfigError, match="did you mean 'full_batch'"):
         context.get_auto_parallel_context("full_batches")
+    with pytest.raises(ConfigError, match="did you mean 'device_target'"):
+        context.set_context(device_targets="CPU")
 
 
 @pytest.mark.parametrize(("mean", "scale"), [(True, "avg"), (False, "sum")])
@@ -78,21 +85,15 @@ def test_the_strategy_adds_up_micro_batches(mean: bool, scale: str) -> None:
     assert strategy.hybrid_parallel_order[:2] == ["pp", "dp"]
 
 
-def test_stages_need_the_mode_that_knows_them() -> None:
+def test_stages_need_the_mode_that_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:
     context.set_auto_parallel_context(pipeline_stages=2)
     with pytest.raises(ConfigError, match="SEMI_AUTO_PARALLEL"):
         context.init()
     assert current_job() is None
-
-
-def test_the_job_has_the_stages_and_keeps_them() -> None:
-    with stages(3):
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "3")
+    context.set_auto_parallel_context(parallel_mode=ParallelMode.SEMI_AUTO_PARALLEL)
+    with pytest.raises(ConfigError, match=r"\(=2\) does not divide the 3 processes"):
         context.init()
-        job = current_job()
-        assert job is not None
-        assert job.degrees.pp == 3
-        with pytest.raises(StateError, match="cannot change while a job runs"):
-            context.set_auto_parallel_context(pipeline_stages=2)
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -108,19 +109,11 @@ def test_init_may_come_before_the_stages_as_in_the_tutorial(steps: int) -> None:
         job = current_job()
         assert job is not None
         assert job.degrees.pp == 2
+        # The job keeps its stages.
+        with pytest.raises(StateError, match="cannot change while a job runs"):
+            context.set_auto_parallel_context(pipeline_stages=3)
     finally:
         fleet.shutdown()
-
-
-def test_stages_that_do_not_divide_the_processes_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "3")
-    context.set_auto_parallel_context(
-        parallel_mode=ParallelMode.SEMI_AUTO_PARALLEL, pipeline_stages=2
-    )
-    with pytest.raises(ConfigError, match=r"\(=2\) does not divide the 3 processes"):
-        context.init()
 
 
 @pytest.mark.parametrize(
@@ -140,30 +133,25 @@ def test_a_stage_is_a_number(stage: Any, kind: Any) -> None:
     assert "where: tail" in str(caught.value)
 
 
-def test_parameters_without_a_stage_are_named() -> None:
+def test_stages_that_are_missing_too_high_or_in_another_order_are_refused() -> None:
     net = Net()
-    del net.tail.pipeline_stage
-    with stages(), pytest.raises(StateError, match=r"without a stage: tail\.weight, tail\.bias"):
-        net.infer_param_pipeline_stage()
+    with stages():
+        del net.tail.pipeline_stage
+        with pytest.raises(StateError, match=r"without a stage: tail\.weight, tail\.bias"):
+            net.infer_param_pipeline_stage()
+        net.tail.pipeline_stage = 2
+        with pytest.raises(ConfigError, match=r"tail\.weight in 2, tail\.bias in 2"):
+            net.infer_param_pipeline_stage()
+        net.head.pipeline_stage, net.tail.pipeline_stage = 1, 0
+        with pytest.raises(ConfigError, match="'tail' is in stage 0"):
+            model_of(net).train(1, batches(1))
 
 
-def test_a_stage_beyond_the_last_is_refused() -> None:
-    net = Net()
-    net.tail.pipeline_stage = 2
-    with stages(), pytest.raises(ConfigError, match=r"tail\.weight in 2, tail\.bias in 2"):
-        net.infer_param_pipeline_stage()
-
-
-def test_one_process_trains_all_stages() -> None:
+def test_one_process_trains_all_stages_and_nothing_that_is_frozen() -> None:
     net = Net()
     with stages():
         assert net.infer_param_pipeline_stage() == net.parameters()
-
-
-def test_what_is_frozen_is_not_trained() -> None:
-    net = Net()
-    net.head.bias.trainable = False
-    with stages():
+        net.head.bias.trainable = False
         names = [p.name for p in net.infer_param_pipeline_stage()]
     assert len(names) == 3
     assert net.head.bias.name not in names
@@ -200,14 +188,6 @@ def test_names_stand_where_mindspores_programs_import_them() -> None:
                 optimizer.step()
                 optimizer.clear_grad()
         assert bits(net.state_dict()) == bits(twin.state_dict())
-
-
-def test_set_context_takes_what_is_mindspores_own() -> None:
-    with stages():
-        mindspore.set_context(mode=context.GRAPH_MODE, device_target="CPU", save_graphs=True)
-        assert context.get_auto_parallel_context("save_graphs")
-        with pytest.raises(ConfigError, match="did you mean 'device_target'"):
-            context.set_context(device_targets="CPU")
 
 
 def test_the_inner_stage_counts_and_shared_parameters_have_several() -> None:
@@ -256,12 +236,9 @@ def test_the_loss_is_the_sum_over_micro_batches_in_order() -> None:
     [(True, TypeError), (2.0, TypeError), ("2", TypeError), (0, ValueError), (-1, ValueError)],
 )
 def test_micro_size_is_a_number_of_micro_batches(micro_size: Any, kind: Any) -> None:
-    with pytest.raises(kind, match="the number of micro-batches"):
-        nn.PipelineCell(nn.WithLossCell(Net(), CrossEntropyLoss()), micro_size)
-
-
-def test_there_are_as_many_micro_batches_as_stages() -> None:
     loss = nn.WithLossCell(Net(), CrossEntropyLoss())
+    with pytest.raises(kind, match="the number of micro-batches"):
+        nn.PipelineCell(loss, micro_size)
     with stages(2), pytest.raises(ConfigError, match=r"stages \(=2\)\n  got: micro_size=1"):
         nn.PipelineCell(loss, 1)
 
@@ -275,12 +252,6 @@ def test_what_is_no_cell_is_refused() -> None:
         nn.WithLossCell(Net(), 3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="Cell has no construct"):
         nn.Cell()(paddle.ones([1]))
-
-
-def test_a_parameter_used_in_a_stage_of_its_own_choice_is_declared() -> None:
-    net = TiedNet()
-    nn.add_pipeline_stage(net.embed.weight, 1)
-    assert told(net)["embed.weight"] == {0, 1}
 
 
 def twin(net: Any) -> Any:
@@ -301,16 +272,11 @@ def trained_alone(net: Any, data: list[Any], epochs: int = 1) -> list[float]:
     return losses
 
 
-def test_a_schedule_that_is_none_is_refused_by_name() -> None:
-    with (
-        stages(2, pipeline_config={"pipeline_scheduler": "auto"}),
-        pytest.raises(ConfigError, match="`auto` was removed"),
-    ):
-        model_of(Net())
-
-
 @pytest.mark.parametrize("scheduler", ["1f1b", "gpipe", "ZBH1"])
 def test_a_network_trains_as_in_one_process(scheduler: str, capfd: Capture) -> None:
+    auto = pytest.raises(ConfigError, match="`auto` was removed")
+    with stages(2, pipeline_config={"pipeline_scheduler": "auto"}), auto:
+        model_of(Net())
     with stages(2, pipeline_config={"pipeline_scheduler": scheduler}):
         net = Net()
         plain = twin(net)
@@ -325,20 +291,6 @@ def test_a_network_trains_as_in_one_process(scheduler: str, capfd: Capture) -> N
             f"epoch: 2 step: 1, loss is {losses[3]}",
             f"epoch: 2 step: 3, loss is {losses[5]}",
         ]
-
-
-def test_a_sum_at_a_rate_is_a_mean_at_as_many_times_the_rate() -> None:
-    with stages():
-        net, plain = Net(), Net()
-        plain.set_state_dict(net.state_dict())
-        model_of(net, rate=0.05 / 4).train(1, batches(5))
-        momentum = paddle.optimizer.Momentum(0.05, 0.9, parameters=plain.parameters())
-        for inputs, labels in batches(5):
-            CrossEntropyLoss()(plain(inputs), labels).backward()
-            momentum.step()
-            momentum.clear_grad()
-        for name, value in plain.state_dict().items():
-            assert paddle.allclose(net.state_dict()[name], value, rtol=1e-5, atol=1e-7), name
 
 
 def test_looking_at_the_first_batch_begins_no_pass() -> None:
@@ -376,13 +328,6 @@ def test_a_loss_that_is_no_number_stops(capfd: Capture) -> None:
         with pytest.raises(BoundaryError, match="the loss is nan"):
             model_of(Net()).train(1, data, callbacks=LossMonitor(0))
         assert "epoch:" not in capfd.readouterr().out
-
-
-def test_stages_in_another_order_than_they_run_are_refused() -> None:
-    net = Net()
-    net.head.pipeline_stage, net.tail.pipeline_stage = 1, 0
-    with stages(), pytest.raises(ConfigError, match="'tail' is in stage 0"):
-        model_of(net).train(1, batches(1))
 
 
 def test_graphs_are_saved(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def program(graphs: Path) -> dict[str, Any]:
 
 
 def test_four_ranks_have_two_stages_in_two_replicas(on_ranks: Call, tmp_path: Path) -> None:
-    (whole,) = on_ranks(program, None, tmp_path / "one")
+    whole = program(tmp_path / "one")
     ranks = on_ranks(program, 4, tmp_path / "four")
     # Stage s has the ranks 2s and 2s + 1: a pipeline is ranks 0 and 2, or 1 and 3.
     assert [(rank["stage"], rank["replica"]) for rank in ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
