@@ -322,7 +322,7 @@ class Rounding:
         self._gradients, self._moved = gradients, moved
         self._moved_gradients: Mapping[str, Tensor] | None = None
 
-    def carries(self, name: str, off: float) -> bool:
+    def explains(self, name: str, off: float) -> bool:
         """Returns whether rounding explains a difference in a gradient.
 
         Args:

@@ -221,7 +221,7 @@ class TrailComparison(NamedTuple):
         return self.first.apart <= ROUNDING and self.worst <= _LATER_ROUNDING
 
 
-def unseeded(expected: Ranks, again: Ranks) -> frozenset[str]:
+def unseeded_generators(expected: Ranks, again: Ranks) -> frozenset[str]:
     """Returns the names of the random generators that a script does not seed.
 
     Args:
@@ -360,7 +360,7 @@ class Changes(NamedTuple):
         """The number of processes; it is 1 if only ``pp`` is given: one process runs all stages."""
         return math.prod(self.degrees.values()) if {*self.degrees} - {"pp"} else 1
 
-    def in_force(self) -> AbstractContextManager[None]:
+    def applied(self) -> AbstractContextManager[None]:
         """Returns a context in which the strategies that the script passes have these changes."""
 
         def change(strategy: Any) -> Any:
@@ -407,7 +407,7 @@ def wrapping(*wrappers: tuple[Any, str, Callable[..., Any]]) -> AbstractContextM
 
 def run(options: argparse.Namespace) -> int:
     """Runs the script in this process, records its trail, and returns its exit code."""
-    changed = Changes.of(options.set).in_force() if options.set else nullcontext()
+    changed = Changes.of(options.set).applied() if options.set else nullcontext()
     record = recording(options.record, options.steps, options.stop_after)
     with in_place_of_paddles(), changed, record:
         return script.execute_to_the_end(options.script, options.arguments)

@@ -39,7 +39,7 @@ from fleetpipe.compare.trail import (
     TrailComparison,
     compare,
     summaries,
-    unseeded,
+    unseeded_generators,
 )
 from fleetpipe.errors import FleetPipeError, UsageError
 from fleetpipe.launch.script import script_words
@@ -132,11 +132,6 @@ def enumerate_lines(lines: Iterable[str]) -> Iterator[tuple[str, Summary]]:
         numbers = tuple(map(float, _FLOAT.findall(line)))
         seen[words] += 1
         yield f"{words} ({seen[words]})", Summary("text", repr(numbers), numbers)
-
-
-def texts_apart(one: Summary, other: Summary) -> bool:
-    """Returns whether the numbers in two lines of text differ by more than rounding in a text."""
-    return one.distance(other) > _ROUNDING_OF_TEXT
 
 
 @dataclass(frozen=True)
@@ -380,17 +375,17 @@ def _run_ways(options: argparse.Namespace, folder: Path) -> Iterator[WayVerdict]
 
     again = run_way(0, Variant("one process, again", options=limited))
     judge = Judge(first, again)
-    yield judge.row(again)
+    yield judge.verdict_of(again)
     if ranks > 1:
-        yield judge.row(run_way(1, Variant(f"{ranks} ranks", ranks, limited)))
+        yield judge.verdict_of(run_way(1, Variant(f"{ranks} ranks", ranks, limited)))
     way = Variant("one device", options=(*limited, "--report", str(folder / "2" / "report.json")))
     yield _compare_with_one_device(run_way(2, way))
     if trained > 1:
         way = Variant("stopped and resumed", 1, limited, stop_after=trained // 2)
-        yield judge.row_of_restart(run_way(3, way))
+        yield judge.verdict_of_restart(run_way(3, way))
     for number, change in enumerate(changes, 4):
         way = Variant(change.text, change.ranks, (*limited, "--set", change.text))
-        yield judge.row(run_way(number, way))
+        yield judge.verdict_of(run_way(number, way))
 
 
 class Judge:
@@ -409,7 +404,9 @@ class Judge:
         #: The events of the first way, by rank; it has one.
         self._trail = first.trail()
         #: The names of the random generators that the script does not seed.
-        self._unseeded = unseeded(self._trail, again.trail()) if any(again.trail()) else frozenset()
+        self._unseeded = (
+            unseeded_generators(self._trail, again.trail()) if any(again.trail()) else frozenset()
+        )
         #: The summaries of the printed lines with numbers, by the keys of :func:`enumerate_lines`.
         self._lines = {
             line: summary
@@ -422,13 +419,13 @@ class Judge:
             if again.files.get(path) == content
         }
 
-    def row(self, done: VariantRun) -> WayVerdict:
+    def verdict_of(self, done: VariantRun) -> WayVerdict:
         """Returns the row of a way that ran to its end."""
         got = done.trail()
         comparison = compare(self._trail, got, self._unseeded) if any(got) else None
         return self._verdict(done, comparison, self._describe_failure(done))
 
-    def row_of_restart(self, done: VariantRun) -> WayVerdict:
+    def verdict_of_restart(self, done: VariantRun) -> WayVerdict:
         """Returns the row of a way that was stopped in the middle, and started again."""
         # The events of the only rank, before the stop and after it.
         before, after = ((done.trail(start) or [[]])[0] for start in (0, 1))
@@ -493,11 +490,13 @@ class Judge:
             # The name is that of a line or of a tensor in the file, "" for the file as a whole.
             for name, summary in content.items():
                 compared = exact or summary.numbers
-                if name not in here or (compared and texts_apart(summary, here[name])):
+                if name not in here or (
+                    compared and summary.distance(here[name]) > _ROUNDING_OF_TEXT
+                ):
                     return f"{path} has another {name or 'content'}"
         for line, summary in self._lines.items():
             printed = done.printed.get(line)
-            if printed is not None and texts_apart(summary, printed):
+            if printed is not None and summary.distance(printed) > _ROUNDING_OF_TEXT:
                 return f"it prints {line!r} with {printed.digest}, not {summary.digest}"
         return ""
 

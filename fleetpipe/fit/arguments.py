@@ -66,7 +66,7 @@ def require_numbers(**numbers: int | None) -> None:
             require_whole(name, value, _LEAST[name])
 
 
-def sizes_of(batch_size: int | Sequence[int]) -> tuple[int, int]:
+def batch_sizes_of(batch_size: int | Sequence[int]) -> tuple[int, int]:
     """Returns the numbers of rows of a training batch and of an evaluation batch.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fleetpipe.fit.callbacks.checkpoint import PipelineCheckpoint
-from fleetpipe.fit.micro_batches import Rows, names_of, values_of
+from fleetpipe.fit.micro_batches import Rows, metric_names_of, metric_values_of
 from fleetpipe.fit.position import BatchSource, Position
 from fleetpipe.fit.runner import Runner
 
@@ -46,8 +46,9 @@ class Loop:
         self._runner = runner
         self._callbacks: Any = callbacks
         self._spending = runner.progress.wall_time.spending
-        self._names = names_of(runner.metrics)
-        self._mean = _WeightedMean()
+        self._names = metric_names_of(runner.metrics)
+        #: The losses of a pass, each times its weight, and these weights, summed up.
+        self._loss_sum = self._weights = 0.0
         self.left = limit
         self.logs: Logs = {}
 
@@ -85,8 +86,8 @@ class Loop:
             epoch = position.epoch
             self._call_callbacks("on_epoch_begin", epoch, {"step": position.step})
             position.restore_callbacks()
-            logs = self.run_epoch(source, position, saver, accumulate)
-            self._add_to_history(history, {**logs, "loss": self._mean.value}, "")
+            logs = self._run_epoch(source, position, saver, accumulate)
+            self._add_to_history(history, {**logs, "loss": self._mean_loss()}, "")
             complete = self.left != 0 or position.step == source.steps
             if not complete and saver is not None:
                 # Before callbacks step a rate: a resumed training ends this epoch.
@@ -129,23 +130,24 @@ class Loop:
             if value is not None
         }
 
-    def run_epoch(
+    def _run_epoch(
         self,
         source: BatchSource,
         position: Position,
         saver: PipelineCheckpoint | None,
-        accumulate: int = 1,
+        accumulate: int,
     ) -> Logs:
         """Trains on the rest of an epoch, and returns its logs; see :meth:`train`."""
         self._model.mode = "train"
-        self._mean = _WeightedMean()
+        self._loss_sum = self._weights = 0.0
         pending: list[tuple[int, Rows]] = []
         if position.step:
             self.logs.update(position.logs)
 
         def train() -> None:
             """Trains on the pending batches, and saves the step."""
-            position.advance(len(pending))
+            position.step += len(pending)
+            position.taken += len(pending)
             self._train_on(pending)
             names = ("loss", "step", "batch_size", *self._names)
             position.logs = {name: self.logs[name] for name in names}
@@ -172,7 +174,7 @@ class Loop:
         """Returns the mean loss of all rows, and the metrics of all batches."""
         self._model.mode, limit = "eval", self.left
         steps = source.steps if limit is None else min(limit, source.steps or limit)
-        self._mean = _WeightedMean()
+        self._loss_sum = self._weights = 0.0
         self._end_pass()  # a checkpoint, or an evaluation that failed, leaves counts in the metrics
         self._call_callbacks(
             "on_begin", "eval", {"steps": steps, "metrics": self._model.metric_names}
@@ -182,8 +184,9 @@ class Loop:
             loss, weight = self._runner.evaluate(rows)
             self._report_batch("eval", step, rows, loss if self._runner.has_loss else None, weight)
         logs = self._end_pass()
-        if self._mean.value is not None:
-            logs["loss"] = [self._mean.value]
+        mean = self._mean_loss()
+        if mean is not None:
+            logs["loss"] = [mean]
         self._call_callbacks("on_end", "eval", logs)
         return logs
 
@@ -259,9 +262,11 @@ class Loop:
         """
         if loss is not None:
             self.logs["loss"] = [loss]
-            self._mean.add(loss, rows.everywhere if weight is None else weight)
+            weight = rows.everywhere if weight is None else weight
+            self._loss_sum += weight * loss
+            self._weights += weight
         if self._names:
-            self.logs.update(zip(self._names, values_of(self._runner.metrics)))
+            self.logs.update(zip(self._names, metric_values_of(self._runner.metrics)))
         self.logs.update(step=step, batch_size=rows.everywhere)
         self._call_callbacks("on_batch_end", mode, step, self.logs)
         if mode == "train":
@@ -270,25 +275,12 @@ class Loop:
             rate = {} if tokens is None else {"tokens_per_second": tokens}
             self._runner.progress.note({**self._numbers_in(self.logs), **rate})
 
+    def _mean_loss(self) -> float | None:
+        """Returns the weighted mean of the batches' losses; None if no batch had a loss."""
+        return self._loss_sum / self._weights if self._weights else None
+
     def _end_pass(self) -> Logs:
         """Resets the metrics, and returns the logs."""
         for metric in self._runner.metrics:
             metric.reset()
         return self.logs
-
-
-class _WeightedMean:
-    """The mean loss of batches, each with a weight: its number of rows, or of tokens."""
-
-    def __init__(self) -> None:
-        self._sum, self._weights = 0.0, 0.0
-
-    def add(self, loss: float, weight: float) -> None:
-        """Adds the loss of a batch."""
-        self._sum += weight * loss
-        self._weights += weight
-
-    @property
-    def value(self) -> float | None:
-        """The mean; None if no batch had a loss."""
-        return self._sum / self._weights if self._weights else None

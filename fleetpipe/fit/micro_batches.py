@@ -6,7 +6,7 @@ last stage; ``update`` takes the results, and runs on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import accumulate
 from typing import NamedTuple
@@ -68,7 +68,7 @@ class RowCut(NamedTuple):
         return [Fraction(rows, sum(self.rows)) for rows in self.rows]
 
 
-def rows_of(item: Nest, inputs: int, replica: int, replicas: int, left: int | None) -> Rows:
+def batch_from_item(item: Nest, inputs: int, replica: int, replicas: int, left: int | None) -> Rows:
     """Returns one item of a loader as a batch of this replica.
 
     Args:
@@ -104,7 +104,7 @@ def rows_of(item: Nest, inputs: int, replica: int, replicas: int, left: int | No
     return Rows(columns[:inputs], columns[inputs:], rows, real, everywhere)
 
 
-def in_micro_batches(rows: Rows, count: int) -> RowCut:
+def cut_into_micro_batches(rows: Rows, count: int) -> RowCut:
     """Returns a batch cut into ``count`` micro-batches, or into fewer if it has fewer rows.
 
     Their numbers of rows differ by at most one; larger micro-batches come first.
@@ -117,31 +117,27 @@ def in_micro_batches(rows: Rows, count: int) -> RowCut:
 
 
 def first_rows(columns: Columns, rows: int) -> Nest:
-    """Returns the first ``rows`` rows of each column, in the form of :func:`value_of`."""
-    return value_of([column if column.shape[0] == rows else column[:rows] for column in columns])
+    """Returns the first ``rows`` rows of each column, in the form of :func:`single_or_tuple`."""
+    return single_or_tuple(
+        [column if column.shape[0] == rows else column[:rows] for column in columns]
+    )
 
 
-def value_of(columns: Columns) -> Nest:
+def single_or_tuple(columns: Columns) -> Nest:
     """Returns a single column itself, several as a tuple, and None if there are none."""
     if not columns:
         return None
     return columns[0] if len(columns) == 1 else tuple(columns)
 
 
-def join_cuts(cuts: Iterable[RowCut]) -> RowCut:
+def join_cuts(cuts: Sequence[RowCut]) -> RowCut:
     """Returns one cut with the micro-batches of several batches."""
-    inputs: list[Nest] = []
-    labels: list[Nest] = []
-    rows: list[int] = []
-    for cut in cuts:
-        inputs += cut.data[0]
-        labels += cut.data[1]
-        rows += cut.rows
-    return RowCut([inputs, labels], tuple(rows))
+    inputs, labels = ([part for cut in cuts for part in cut.data[side]] for side in (0, 1))
+    return RowCut([inputs, labels], tuple(rows for cut in cuts for rows in cut.rows))
 
 
 def _split_columns(columns: Columns, sizes: Sequence[int]) -> list[Nest]:
-    """Returns the rows of each micro-batch, in the form of :func:`value_of`.
+    """Returns the rows of each micro-batch, in the form of :func:`single_or_tuple`.
 
     Args:
         columns: The columns of a batch.
@@ -149,7 +145,7 @@ def _split_columns(columns: Columns, sizes: Sequence[int]) -> list[Nest]:
     """
     ends = list(accumulate(sizes))
     ranges = [slice(end - size, end) for end, size in zip(ends, sizes)]
-    return [value_of([column[rows] for column in columns]) for rows in ranges]
+    return [single_or_tuple([column[rows] for column in columns]) for rows in ranges]
 
 
 def as_list(value: Nest) -> list[Nest]:
@@ -168,7 +164,7 @@ class Criterion(paddle.nn.Layer):
     """The loss function of a pipeline, which also runs the metrics' ``compute``."""
 
     def __init__(
-        self, loss: Callable[..., Nest] | None, counting: Counting, in_parts: bool = False
+        self, loss: Callable[..., Nest] | None, counting: MetricCounter, in_parts: bool = False
     ) -> None:
         """Stores the loss; a Layer becomes a sublayer.
 
@@ -205,7 +201,7 @@ class Criterion(paddle.nn.Layer):
         return losses[0] if len(losses) == 1 else paddle.add_n(losses)
 
 
-class Counting:
+class MetricCounter:
     """Runs the metrics: ``compute`` on the last stage, and ``update`` on every rank."""
 
     def __init__(self, metrics: Sequence[Metric], micro_batch: Callable[[], int]) -> None:
@@ -261,13 +257,13 @@ class Counting:
                     metric.update(*(np.asarray(value.numpy()) for value in values))
 
 
-def names_of(metrics: Sequence[Metric]) -> list[str]:
+def metric_names_of(metrics: Sequence[Metric]) -> list[str]:
     """Returns the names of all values of the metrics; a metric may have several."""
     return [name for metric in metrics for name in as_list(metric.name())]
 
 
-def values_of(metrics: Sequence[Metric]) -> list[Nest]:
-    """Returns the current values of the metrics, in the order of :func:`names_of`."""
+def metric_values_of(metrics: Sequence[Metric]) -> list[Nest]:
+    """Returns the current values of the metrics, in the order of :func:`metric_names_of`."""
     return [value for metric in metrics for value in as_list(metric.accumulate())]
 
 

@@ -18,9 +18,9 @@ from fleetpipe.fit import arguments, networks
 from fleetpipe.fit.callbacks import checkpoint, progress, rank_policy
 from fleetpipe.fit.callbacks.callback_list import build_callback_list
 from fleetpipe.fit.loop import History, Logs, Loop
-from fleetpipe.fit.micro_batches import Metric, Rows, as_list, names_of, rows_of
-from fleetpipe.fit.position import BatchSource, Position, source_of
-from fleetpipe.fit.runner import Runner, precision_of
+from fleetpipe.fit.micro_batches import Metric, Rows, as_list, batch_from_item, metric_names_of
+from fleetpipe.fit.position import BatchSource, Position, make_batch_source
+from fleetpipe.fit.runner import Runner, precision_from_configs
 from fleetpipe.job import attempt_files
 from fleetpipe.job.job import required_job
 from fleetpipe.paddle_api import paddle
@@ -107,7 +107,7 @@ class Model(paddle.Model):
         # Callbacks get the user's own optimizer, whose learning rate they change.
         wrapped = optimizer if isinstance(optimizer, PipelineOptimizer) else None
         self._optimizer = optimizer if wrapped is None else wrapped.wrapped
-        precision = precision_of(amp_configs, self.network, self._optimizer)
+        precision = precision_from_configs(amp_configs, self.network, self._optimizer)
         if optimizer is not None and wrapped is None:
             wrapped = fleet.distributed_optimizer(optimizer)
         if self._wrapped is None:
@@ -135,7 +135,7 @@ class Model(paddle.Model):
     @property
     def metric_names(self) -> list[str]:
         """The names in logs: the loss, and each value of the metrics."""
-        return [*(["loss"] if self._criterion is not None else []), *names_of(self._metrics)]
+        return [*(["loss"] if self._criterion is not None else []), *metric_names_of(self._metrics)]
 
     @property
     def micro_batch_losses(self) -> list[float]:
@@ -282,7 +282,11 @@ class Model(paddle.Model):
             SystemExit: The job was asked to stop, and has saved; see ``fleetpipe.resume``.
         """
         runner = self._runner_for_training()
-        resumes = _resumes_training(resume, runner.trained)
+        if resume not in (None, "auto"):
+            raise ConfigError(
+                "resume is 'auto' or None", got=repr(resume), fix='pass resume="auto" to go on'
+            )
+        resumes = resume == "auto" or (attempt_files.number() > 0 and runner.trained == 0)
         arguments.require_numbers(
             epochs=epochs,
             eval_freq=eval_freq,
@@ -290,8 +294,14 @@ class Model(paddle.Model):
             accumulate_grad_batches=accumulate_grad_batches,
             num_iters=num_iters,
         )
-        self._refuse_accumulation_in_trace(accumulate_grad_batches)
-        train_size, eval_size = arguments.sizes_of(batch_size)
+        if accumulate_grad_batches != 1 and self.pipeline.trace is not None:
+            raise ConfigError(
+                "a trace counts the actions of steps that are all of one length",
+                got=f"accumulate_grad_batches={accumulate_grad_batches}",
+                fix="raise accumulate_steps in strategy.pipeline_configs, and batch_size with it; "
+                'or leave "trace" out of fleetpipe_configs',
+            )
+        train_size, eval_size = arguments.batch_sizes_of(batch_size)
         source = self._batch_source(
             train_data, train_size, shuffle=shuffle, drop_last=drop_last, workers=num_workers
         )
@@ -305,15 +315,10 @@ class Model(paddle.Model):
             epochs, steps = -(-num_iters // steps), min(num_iters, steps)
         if resumes or save_steps is not None:
             callbacks = checkpoint.with_checkpoint(callbacks, save_steps, save_freq)
+        shown: Any = {"log_freq": log_freq, "verbose": verbose}
+        saved: Any = {"save_freq": save_freq, "save_dir": save_dir}
         callback_list = build_callback_list(
-            self,
-            callbacks,
-            epochs=epochs,
-            steps=steps,
-            log_freq=log_freq,
-            save_freq=save_freq,
-            save_dir=save_dir,
-            verbose=verbose,
+            self, callbacks, epochs=epochs, steps=steps, **shown, **saved
         )
 
         position = Position(runner, source, callback_list.callbacks)
@@ -324,9 +329,12 @@ class Model(paddle.Model):
             ) as saver,
         ):
             left = None if num_iters is None else max(0, num_iters - position.taken)
-            self._report_expected_steps(
-                position, epochs, source.steps, left, accumulate_grad_batches
-            )
+            done, total = runner.trained, None
+            if source.steps is not None:
+                ahead = (epochs - position.epoch) * source.steps - position.step
+                ahead = ahead if left is None else min(ahead, left)
+                total = (done + ahead) // accumulate_grad_batches
+            self._job.progress.expect(done // accumulate_grad_batches, total)
             ends_at_once = position.epoch >= epochs or left == 0
             if resumes and ends_at_once and self.is_rank("first"):
                 by_epochs = position.epoch >= epochs
@@ -341,31 +349,6 @@ class Model(paddle.Model):
                 evaluation=evaluation,
                 eval_freq=eval_freq,
             )
-
-    def _report_expected_steps(
-        self,
-        position: Position,
-        epochs: int,
-        epoch_batches: int | None,
-        left: int | None,
-        accumulate: int,
-    ) -> None:
-        """Reports to the progress of the job how many steps are done, and how many there will be.
-
-        Args:
-            position: The position in the data.
-            epochs: The number of epochs.
-            epoch_batches: The number of batches of an epoch; None if it is unknown.
-            left: The largest number of batches that may still run; None sets no limit.
-            accumulate: The number of batches of a step.
-        """
-        done, total = self._require_runner().trained, None
-        if epoch_batches is not None:
-            ahead = (epochs - position.epoch) * epoch_batches - position.step
-            if left is not None:
-                ahead = min(ahead, left)
-            total = (done + ahead) // accumulate
-        self._job.progress.expect(done // accumulate, total)
 
     def evaluate(
         self,
@@ -501,31 +484,21 @@ class Model(paddle.Model):
         trainable = sum(layer.parameters for layer in self.network.counted_partition().layers)
         return {"total_params": total, "trainable_params": trainable}
 
-    def _refuse_accumulation_in_trace(self, accumulate: int) -> None:
-        """Raises ConfigError if batches are accumulated while a trace is recorded."""
-        if accumulate != 1 and self.pipeline.trace is not None:
-            raise ConfigError(
-                "a trace counts the actions of steps that are all of one length",
-                got=f"accumulate_grad_batches={accumulate}",
-                fix="raise accumulate_steps in strategy.pipeline_configs, and batch_size with it; "
-                'or leave "trace" out of fleetpipe_configs',
-            )
-
     def _batch_source(self, data: Nest, batch_size: int, **options: Any) -> BatchSource:
-        """Returns the source of batches for a user's data; see :func:`source_of`."""
+        """Returns the source of batches for a user's data; see :func:`make_batch_source`."""
         arguments.require_numbers(num_workers=options["workers"])
         pipeline = self.pipeline
         is_first = pipeline.is_pipeline_first_stage(ignore_virtual=True)
         loads = is_first or pipeline.is_pipeline_last_stage(ignore_virtual=True)
         inputs = len(self._input_specs) or 1
-        return source_of(data, batch_size, inputs, self._job, loads=loads, **options)
+        return make_batch_source(data, batch_size, inputs, self._job, loads=loads, **options)
 
     def _rows_of_batch(self, inputs: Nest, labels: Nest) -> Rows:
         """Returns the batch that a user passes to ``train_batch`` and the like."""
         columns = as_list(inputs)
         degrees = self._job.degrees
         item = [*columns, *as_list(labels)]
-        return rows_of(item, len(columns), self._job.replica, degrees.replicas, None)
+        return batch_from_item(item, len(columns), self._job.replica, degrees.replicas, None)
 
     def _paddle_result(self, loss: float) -> Nest:
         """Returns the loss of a batch, and the metrics, in the form of ``paddle.Model``."""
@@ -552,17 +525,3 @@ class Model(paddle.Model):
             )
         self.mode = "train"
         return runner
-
-
-def _resumes_training(resume: str | None, trained: int) -> bool:
-    """Returns whether ``fit`` resumes from a checkpoint.
-
-    Args:
-        resume: The argument of ``fit``.
-        trained: The number of batches that the model has trained in this process.
-    """
-    if resume not in (None, "auto"):
-        raise ConfigError(
-            "resume is 'auto' or None", got=repr(resume), fix='pass resume="auto" to go on'
-        )
-    return resume == "auto" or (attempt_files.number() > 0 and trained == 0)

@@ -268,7 +268,7 @@ def load_optimizer_state(path: str, pipeline: PipelineParallel, optimizer: Optim
     files = Paths.of(path)
     if not files.state.exists():
         return
-    contents = fleet_files.arrays(files.state)
+    contents = fleet_files.load_arrays(files.state)
     part = OptimizerState(optimizer, NamedTensors(pipeline.layers.state.checkpoint_part()))
     base = unwrap(optimizer)
     names = _full_names_by_counted(files.parameters, pipeline.layers)
@@ -388,7 +388,7 @@ def gather_model(job: Job, model: Layer, optimizer: Optimizer) -> dict[TensorNam
     states = objects.optimizer_part(part)
     local = {**part.local_tensors(), **({} if states is None else states.local_tensors())}
     ranks = Ranks.of_job()
-    texts = ranks.together(_GATHERING, lambda: Inventory.of(local).to_json())
+    texts = ranks.together(_GATHERING, lambda: Inventory.describe(local).to_json())
     # As in a checkpoint, of equal parts on several ranks the plan chooses one rank's. Names travel
     # as plain tuples.
     plan = plan_files([Inventory.from_json(text) for text in texts])

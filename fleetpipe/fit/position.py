@@ -21,7 +21,7 @@ from fleetpipe.checkpoint.contents.training_state import plain
 from fleetpipe.dygraph import random_keys
 from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.fit.arguments import require_data
-from fleetpipe.fit.micro_batches import Metric, Rows, rows_of
+from fleetpipe.fit.micro_batches import Metric, Rows, batch_from_item
 from fleetpipe.fit.runner import Runner
 from fleetpipe.io import DataLoader
 from fleetpipe.io.position import Pass
@@ -116,9 +116,9 @@ class BatchSource:
                 yield rows
 
     def _rows_of(self, item: Nest, left: int | None) -> Rows:
-        """Returns an item as a batch of this replica; ``left`` is as for :func:`rows_of`."""
+        """Returns an item as a batch of this replica; see :func:`batch_from_item` for ``left``."""
         replicas, inputs = self.job.degrees.replicas, self.inputs if self.loads else 0
-        rows = rows_of(item, inputs, self.job.replica, replicas, left)
+        rows = batch_from_item(item, inputs, self.job.replica, replicas, left)
         return rows if self.loads else rows._replace(inputs=(), labels=())
 
     def _begin_pass(self) -> None:
@@ -185,7 +185,7 @@ class BatchSource:
             self.loader.set_epoch(self.loader.epoch + 1)
 
 
-def source_of(
+def make_batch_source(
     data: Nest,
     batch_size: int,
     inputs: int,
@@ -301,11 +301,6 @@ class Position:
     def save_metric_states(self) -> None:
         """Saves the metrics' states now for the checkpoint; later batches do not change them."""
         self._saved_metric_states = self._metric_states()
-
-    def advance(self, batches: int) -> None:
-        """Moves forward by some trained batches."""
-        self.step += batches
-        self.taken += batches
 
     def next_epoch(self) -> None:
         """Moves to the begin of the next epoch."""

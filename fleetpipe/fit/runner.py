@@ -23,15 +23,15 @@ from fleetpipe.dygraph.batch.losses import weighted
 from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.errors import ConfigError
 from fleetpipe.fit.micro_batches import (
-    Counting,
     Criterion,
     Metric,
+    MetricCounter,
     RowCut,
     Rows,
+    cut_into_micro_batches,
     first_rows,
-    in_micro_batches,
     join_cuts,
-    value_of,
+    single_or_tuple,
 )
 from fleetpipe.job.job import Job
 from fleetpipe.paddle_api import paddle
@@ -65,7 +65,7 @@ class Precision(NamedTuple):
         return cast
 
 
-def precision_of(
+def precision_from_configs(
     configs: str | dict[str, Any] | None, network: Layer, optimizer: Optimizer
 ) -> Precision:
     """Returns the precision that ``amp_configs`` asks for; with ``"O2"``, casts the parameters.
@@ -135,7 +135,7 @@ class Runner:
         self.has_loss = loss is not None
         self.precision = precision
         self._default_rows = (pipeline.micro_batch_size,) * pipeline.accumulate_steps
-        self._counting = Counting(metrics, lambda: pipeline.micro_batch_id)
+        self._counting = MetricCounter(metrics, lambda: pipeline.micro_batch_id)
         in_parts = pipeline.layers.placement.has_head
         if in_parts:
             _require_loss_by_shards(pipeline, loss, metrics)
@@ -190,9 +190,9 @@ class Runner:
             is_single: Whether the step has no other batch.
         """
         if not is_single or rows.rows != self._steps * self.pipeline.micro_batch_size:
-            return in_micro_batches(rows, self._steps)
-        labels = value_of(rows.labels) if rows.labels else [None] * self._steps
-        return RowCut([value_of(rows.inputs), labels], self._default_rows)
+            return cut_into_micro_batches(rows, self._steps)
+        labels = single_or_tuple(rows.labels) if rows.labels else [None] * self._steps
+        return RowCut([single_or_tuple(rows.inputs), labels], self._default_rows)
 
     def _micro_batch_weights(self, cuts: Sequence[RowCut]) -> list[Fraction] | None:
         """Returns the weight of each micro-batch in the loss; None for the pipeline's own weights.
@@ -274,7 +274,7 @@ class Runner:
 
     def measured_bytes(self, rows: Rows) -> list[float]:
         """Returns the bytes that a forward of one micro-batch leaves allocated in each stage."""
-        cut = in_micro_batches(rows, self._steps)
+        cut = cut_into_micro_batches(rows, self._steps)
         self._counting.begin([0] * len(cut.rows))
         with self._micro_batches(len(cut.rows)):
             return list(self.pipeline.profile(cut.data)["bytes"])

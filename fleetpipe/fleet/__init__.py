@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fleetpipe import numerics, systems
 from fleetpipe.fleet import overlay
 from fleetpipe.fleet.overlay import mend_mixtures
-from fleetpipe.fleet.static_graph import await_guard
+from fleetpipe.fleet.static_graph import load_at_first_device_guard
 from fleetpipe.paddle_api import paddle_fleet
 from fleetpipe.paddle_api.distributed import choose_backend, hide_own_flags
 
@@ -20,7 +20,7 @@ hide_own_flags()
 numerics.prepare()
 systems.keep_freed_memory()
 overlay.install()
-await_guard()
+load_at_first_device_guard()
 mend_mixtures()
 
 from fleetpipe.fleet import high_level, lifecycle, meta_parallel  # noqa: E402

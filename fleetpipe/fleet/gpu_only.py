@@ -44,20 +44,6 @@ def _refuse_sharding(name: str, stage: int) -> NoReturn:
     raise ConfigError(f"{name} does not run on a CPU", got=f"stage {stage} of sharding", fix=fix)
 
 
-def _refuse_group_sharding(model: Any, optimizer: Any, level: str, *_: Any, **__: Any) -> NoReturn:
-    """Stands for Paddle's ``group_sharded_parallel``."""
-    _refuse_sharding("group_sharded_parallel", _LEVELS.get(level, 1))
-
-
-def _refusing_constructor(name: str, stage: int) -> Callable[..., None]:
-    """Returns a constructor of the class ``name`` that refuses; ``stage`` is that of sharding."""
-
-    def construct(instance: Any, *_: Any, **__: Any) -> NoReturn:
-        _refuse_sharding(name, stage)
-
-    return construct
-
-
 def _refuse_pp_config(model: Any, optimizer: Any = None, config: Any = None) -> NoReturn:
     """Stands for the function by which ``dist.parallelize`` cuts a model."""
     spec = (config or {}).get("split_spec")
@@ -99,14 +85,20 @@ def refusals() -> Iterator[None]:
         return
     sharding = importlib.import_module("paddle.distributed.sharding")
     engine = importlib.import_module("paddle.distributed.auto_parallel.static.engine").Engine
+
+    def refuse_level(model: Any, optimizer: Any, level: str, *_: Any, **__: Any) -> NoReturn:
+        """Stands for Paddle's ``group_sharded_parallel``."""
+        _refuse_sharding("group_sharded_parallel", _LEVELS.get(level, 1))
+
     names: list[tuple[object, str, object]] = [
-        (sharding, "group_sharded_parallel", _refuse_group_sharding),
+        (sharding, "group_sharded_parallel", refuse_level),
         (engine, "__init__", _engine_constructor(engine.__init__)),
     ]
     for path, stage in _CLASSES.items():
         module, _, name = path.partition(".")
         owner = getattr(importlib.import_module(f"{_SHARDING}.{module}"), name)
-        names.append((owner, "__init__", _refusing_constructor(name, stage)))
+        refuse = functools.partial(_refuse_sharding, name, stage)
+        names.append((owner, "__init__", lambda *_, refuse=refuse, **__: refuse()))
     if not VERSION.startswith("2."):
         cutting = importlib.import_module(f"{_INTERMEDIATE}.parallelize")
         names.append((cutting, "pipeline_parallel", _refuse_pp_config))

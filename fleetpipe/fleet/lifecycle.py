@@ -22,7 +22,7 @@ from fleetpipe.dygraph import tensor_parallel
 from fleetpipe.dygraph.random_keys import GeneratorStates
 from fleetpipe.errors import ConfigError, FleetPipeError, NotInitialized, StateError
 from fleetpipe.extras import extra
-from fleetpipe.fleet.static_graph import await_guard, static_graph
+from fleetpipe.fleet.static_graph import load_at_first_device_guard, static_graph
 from fleetpipe.fleet.strategy import DistributedStrategy
 from fleetpipe.job import attempt_files, fleet_view, job, meeting, watch
 from fleetpipe.job.allow import Allow
@@ -115,7 +115,7 @@ def init(
         scale_strategy(strategy)
     shards = dynamic and is_collective and degrees.state_shards > 1
     stage = sharding_stage(strategy) if shards else 1
-    await_guard()
+    load_at_first_device_guard()
     if not dynamic:
         static_graph().install()
         return _init_static(degrees, arguments)
@@ -413,7 +413,7 @@ def _make_groups(mesh: Mesh, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
         order = complete_order(strategy.hybrid_parallel_order)
         strategy.hybrid_parallel_order = [axis for axis in order if axis in axes]
     states = GeneratorStates()
-    with fleet_view.of_mesh(mesh):
+    with fleet_view.building_topology(mesh):
         paddle_fleet.init(role_maker, is_collective, strategy, log_level)
     if strategy.tensor_parallel_configs["tensor_init_seed"] == -1:
         # With mp_degree above 1 Paddle replaces the user's seed by another number on each rank.

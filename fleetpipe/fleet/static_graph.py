@@ -15,7 +15,7 @@ from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.paddle_api.static import swap_switch_device, switch_device
 
-#: The hook in Paddle's ``device_guard``; None before :func:`await_guard`.
+#: The hook in Paddle's ``device_guard``; None before :func:`load_at_first_device_guard`.
 _guard: _FirstGuard | None = None
 
 
@@ -43,7 +43,7 @@ class _FirstGuard:
         return switch_device(device)
 
 
-def await_guard() -> None:
+def load_at_first_device_guard() -> None:
     """Makes the next ``device_guard`` load static graph; ``fleet.shutdown`` removes its hooks."""
     global _guard
     if _guard is None:

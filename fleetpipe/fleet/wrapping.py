@@ -20,7 +20,7 @@ from fleetpipe.dygraph import (
     tensor_parallel,
     wrap,
 )
-from fleetpipe.dygraph.optimizer.optimizer import agreeing
+from fleetpipe.dygraph.optimizer.optimizer import make_ranks_agree
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet._library_options import refuse_library_options
 from fleetpipe.fleet.lifecycle import begin_static
@@ -192,6 +192,6 @@ def distributed_scaler(scaler: GradScaler) -> GradScaler:
         ``scaler``.
     """
     agreed: GradScaler = (
-        agreeing(scaler) if current_job() else paddle_fleet.distributed_scaler(scaler)
+        make_ranks_agree(scaler) if current_job() else paddle_fleet.distributed_scaler(scaler)
     )
     return agreed

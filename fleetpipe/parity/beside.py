@@ -1,6 +1,7 @@
-"""Trains a reference with the batches of all replicas of a pipeline; start with ``Beside``.
+"""Trains a reference, the model on one device, with the batches of all replicas of a pipeline.
 
-It cuts a batch into micro-batches by code of its own, as a check of the pipeline's cut.
+Start with ``ReferenceTrainer``. Batches are cut into micro-batches by code of its own, as a check
+of the pipeline's cut.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fleetpipe.dygraph import PipelineParallel, SingleModel, random_keys, tensor
 from fleetpipe.dygraph.batch.losses import Criterion
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.units import UnitStates
-from fleetpipe.dygraph.gradients import cause_of_backward, dense, drop_gradients
+from fleetpipe.dygraph.gradients import dense, drop_gradients, explain_backward_error
 from fleetpipe.dygraph.layer_kinds import fill_gradients
 from fleetpipe.dygraph.nest import map_tensors, rebuild
 from fleetpipe.dygraph.sums import GradientTrees, Uses
@@ -51,7 +52,7 @@ class RepeatedBatch:
         self._data = list(islice(data, count)) if self._is_iterator else data
         self._taken = 0
 
-    def again(self) -> Any:
+    def repeat(self) -> Any:
         """Returns the batch once more, in the form of the user's data."""
         data = self._iterator() if self._is_iterator else self._data
         return self._preprocessor(lambda: data) if self._preprocessor else data
@@ -70,9 +71,9 @@ class RepeatedBatch:
         inputs, labels = map(list, zip(*self._data))
         return inputs, labels
 
-    def cut(self, size: int) -> MicroBatches:
+    def micro_batches(self, size: int) -> MicroBatches:
         """Returns the micro-batches of the batch, of ``size`` rows each."""
-        return MicroBatches(*(cut(part, size, self._count) for part in self.parts()))
+        return MicroBatches(*(cut_value(part, size, self._count) for part in self.parts()))
 
     def _iterator(self) -> Iterator[Nest]:
         """Yields the items of the step, and counts how many the pipeline takes."""
@@ -83,7 +84,7 @@ class RepeatedBatch:
         self._taken += 1  # the pipeline asks for one item too many
 
 
-def cut(value: Nest, size: int, count: int) -> list[Nest] | None:
+def cut_value(value: Nest, size: int, count: int) -> list[Nest] | None:
     """Returns the micro-batches of the inputs, or of the labels, of a batch.
 
     Args:
@@ -147,7 +148,7 @@ def _items_of(value: Nest) -> list[Nest]:
     return list(value) if isinstance(value, (tuple, list)) else []
 
 
-class Beside:
+class ReferenceTrainer:
     """Trains a pipeline's reference, the model on one device, with the batches of the pipeline."""
 
     def __init__(self, pipeline: PipelineParallel, reference: Reference) -> None:
@@ -282,7 +283,7 @@ class Beside:
         functions: Sequence[Criterion] = self._pipeline.layers.loss_functions()
         weight_of = units.weight_of(functions, batches, lambda _, number: weights[number])
         states = units.states()
-        keys = random_keys.current()
+        keys = random_keys.current_keys()
         shares: list[list[Tensor]] = []
         for number, (value, label) in enumerate(zip(*units.cut(batches))):
             if keys is not None:
@@ -320,7 +321,7 @@ def _backward(states: UnitStates, number: int, losses: list[Tensor]) -> None:
             paddle.autograd.backward([losses[0], *kept], [None, *kept_grads])
         states.release(0, number)
     except Exception as error:
-        raise cause_of_backward(error)  # noqa: B904 (the error itself, or its cause)
+        raise explain_backward_error(error)  # noqa: B904 (the error itself, or its cause)
     losses[:] = [loss.detach() for loss in losses]
 
 
@@ -343,7 +344,7 @@ def _stack(losses: Sequence[Tensor]) -> Tensor:
 
 
 @contextmanager
-def as_the_next_batch(keys: random_keys.Keys | None) -> Iterator[None]:
+def random_numbers_of_batch(keys: random_keys.Keys | None) -> Iterator[None]:
     """While it is open, random numbers are those of the batch of ``keys``.
 
     Args:

@@ -114,8 +114,7 @@ def compare_script(
         """Steps an optimizer; the reference too, if the script itself steps beside a batch."""
         stepped(optimizer)
         for session in sessions.values():
-            if session.steps_with(optimizer):
-                session.step_again()
+            session.follow_step(optimizer)
 
     # No observer, since the session first compares how the pipeline cuts the script's own data.
     calls = Calls(train_batch, eval_batch, predict_batch)

@@ -218,7 +218,7 @@ class Orders:
         #: The parameters that were trained in the step before.
         self._trained: frozenset[str] = frozenset()
 
-    def crossings(self) -> AbstractContextManager[dict[int, Crossing]]:
+    def recording_crossings(self) -> AbstractContextManager[dict[int, Crossing]]:
         """Returns a context that records where gradients meet in the stages' graphs. Collective.
 
         It yields the record by stage, which is empty if no search is due.
@@ -230,11 +230,11 @@ class Orders:
         # The graph of a stage's first run is another: the stage finds out there what to copy.
         return self._pipeline.crossings() if changed or self._report.steps < 2 else nullcontext({})
 
-    def note(self, crossings: Mapping[int, Crossing]) -> None:
+    def report_orders(self, crossings: Mapping[int, Crossing]) -> None:
         """Reports where sums have another order, and raises the tolerance then. Collective.
 
         Args:
-            crossings: The record of :meth:`crossings` for the stages of this process.
+            crossings: The record of :meth:`recording_crossings` for the stages of this process.
         """
         report = self._report
         # What is sent: crossings as lists, and the names of layers whose backward is split.

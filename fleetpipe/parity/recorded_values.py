@@ -18,7 +18,7 @@ from fleetpipe.compare.differences import MARGIN, Difference, compare, unit_of, 
 from fleetpipe.dygraph import PipelineLayer, SingleModel, tensor_parallel, tensors_of
 from fleetpipe.dygraph.backward.layer_state import model_kept
 from fleetpipe.dygraph.batch.units import WHOLE, Units
-from fleetpipe.dygraph.nest import has_gradient, map_tensors, tensors_by_place
+from fleetpipe.dygraph.nest import map_tensors, needs_gradient, tensors_by_place
 from fleetpipe.dygraph.observe.hooks import is_trial
 from fleetpipe.engine.observer import BatchObserver, Blocked, Instruction, Played
 from fleetpipe.extras import extra
@@ -199,7 +199,7 @@ class EdgeWatch(BatchObserver):
         self.gradients = EdgeGradients()
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
-        """See :class:`fleetpipe.engine.observer.Observer`."""
+        """Returns an instruction that also records the gradients of what an action sends."""
         if not isinstance(op, Action):
             return instruction
 
@@ -219,7 +219,7 @@ class EdgeWatch(BatchObserver):
         """Starts to record the gradients of the values that a forward sends."""
         for value in _values_on_edges(op, "F", values):
             for path, tensor in tensors_by_place(value).items():
-                if has_gradient(tensor):
+                if needs_gradient(tensor):
                     at = EdgeKey(op.stage, self.first_micro_batch + op.micro_batch, path)
                     self.gradients.arrived[at] = None
                     _record_gradient(tensor, self.gradients.used, at)
@@ -263,7 +263,7 @@ def copies_at_borders(model: SingleModel, pipe: PipelineLayer) -> Iterator[EdgeG
         def copy(tensor: Tensor) -> Tensor:
             """Copies a tensor, and records the gradient of the copy and that of the tensor."""
             at = locations.pop(0)
-            if not has_gradient(tensor):
+            if not needs_gradient(tensor):
                 return tensor
             _record_gradient(tensor, gradients.used, at)
             other = tensor.clone()

@@ -32,7 +32,7 @@ from fleetpipe.dygraph import (
     tensor_parallel,
 )
 from fleetpipe.dygraph.backward.layer_state import PADDLES_ATTRIBUTES
-from fleetpipe.dygraph.function_code import held_by
+from fleetpipe.dygraph.function_code import closure_values
 from fleetpipe.dygraph.gradients import dense
 from fleetpipe.dygraph.layer_kinds import is_spread
 from fleetpipe.dygraph.train.training_batch import step_rate
@@ -79,10 +79,10 @@ class AttributeCopies:
         )
         #: The text of each plain attribute when attributes were noted last.
         self._text_by_attribute: dict[AttributeKey, str] = {}
-        self._note(pipe.with_modes if shards else self._model)
+        self.remember(pipe.with_modes if shards else self._model)
 
-    def take(self, pipe: PipelineLayer) -> None:
-        """Copies attributes that have changed since the last :meth:`note`.
+    def copy_changed(self, pipe: PipelineLayer) -> None:
+        """Copies attributes that have changed since the last :meth:`remember`.
 
         Functions are copied only from this rank's layers, since a message cannot carry them.
         Collective over the pipeline.
@@ -102,11 +102,7 @@ class AttributeCopies:
                 # Paddle registers a tensor as a buffer that no state dict has.
                 setattr(layers[path], name, copy.deepcopy(value))
 
-    def note(self, pipe: PipelineLayer) -> None:
-        """Notes the attributes of the pipeline's layers at the end of a batch."""
-        self._note(pipe.with_modes)
-
-    def _note(self, model: Layer) -> None:
+    def remember(self, model: Layer) -> None:
         """Stores the texts of the plain attributes of a model, to see later which have changed."""
         self._text_by_attribute = {key: text for key, _, text in _plain_attributes(model)}
 
@@ -137,7 +133,7 @@ def _text_of_value(value: Any) -> str | None:
     if isinstance(value, FunctionType):
         if value.__module__.startswith("fleetpipe."):
             return None
-        return _text_of_parts(f"function {id(value.__code__)}", held_by(value))
+        return _text_of_parts(f"function {id(value.__code__)}", closure_values(value))
     if type(value) is dict:
         return _text_of_parts("dict", [*value.keys(), *value.values()])
     return _text_of_parts(type(value).__name__, value) if type(value) in (list, tuple) else None
@@ -270,7 +266,7 @@ class Reference:
             if path in owners and f"{owners[path]}.{name}" not in self.names.values()
         }
 
-    def take_hidden_buffers(self, pipe: PipelineLayer) -> None:
+    def copy_hidden_buffers(self, pipe: PipelineLayer) -> None:
         """Copies the pipeline's buffers that no state dict has. Collective over the pipeline."""
         places = self.hidden_places()
         for part in pipe.holders().all_gather(pipe.state.hidden_buffers()):
@@ -284,7 +280,7 @@ class Reference:
         for path, layer in self.model.named_sublayers():
             layer.training = self._modes.get(path, layer.training)
 
-    def take_switches(self, pipe: PipelineLayer) -> None:
+    def copy_switches(self, pipe: PipelineLayer) -> None:
         """Copies ``stop_gradient``, ``need_clip``, layers' modes and plain attributes. Collective.
 
         A script may change them on the pipeline between two batches. A user's own model is not
@@ -307,12 +303,12 @@ class Reference:
                     tensors[name].need_clip = need_clip
             self._modes = modes
         if self.attributes is not None:
-            self.attributes.take(pipe)
+            self.attributes.copy_changed(pipe)
 
-    def note_attributes(self, pipe: PipelineLayer) -> None:
+    def remember_attributes(self, pipe: PipelineLayer) -> None:
         """Notes the plain attributes of the pipeline's layers at the end of a batch."""
         if self.attributes is not None:
-            self.attributes.note(pipe)
+            self.attributes.remember(pipe.with_modes)
 
     def step(self) -> None:
         """Updates the parameters and clears the gradients. Collective for a copied optimizer."""
@@ -358,7 +354,7 @@ def of_model(
         return [function(output, label) for function in pipe.loss_functions()]
 
     reference = Reference(model, losses_of, optimizer, pipe.state.names_in(model))
-    reference.take_hidden_buffers(pipe)
+    reference.copy_hidden_buffers(pipe)
     return reference
 
 
@@ -476,7 +472,7 @@ class ComparingOptimizer(PipelineOptimizer):
         self._compare_before_step = before
 
     def bind(self, layers: PipelineLayer) -> None:
-        """See :meth:`PipelineOptimizer.bind`."""
+        """Gives the wrapped optimizer of the pipeline the layers by which it clips gradients."""
         self._pipeline_optimizer.bind(layers)
 
     def step(self) -> None:

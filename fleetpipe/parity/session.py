@@ -21,10 +21,16 @@ from fleetpipe.dygraph.batch.micro_batches import MicroBatches, counted_in, join
 from fleetpipe.dygraph.optimizer.replicas import share_in_mean
 from fleetpipe.job.job import all_ranks, current_job, mp_shard, pipeline_group
 from fleetpipe.job.records import line_of_the_script
-from fleetpipe.mesh.parts import parted
+from fleetpipe.mesh.parts import split_into_parts
 from fleetpipe.paddle_api import paddle
 from fleetpipe.parity import recorded_values
-from fleetpipe.parity.beside import Beside, RepeatedBatch, as_the_next_batch, cut, shares_of_rows
+from fleetpipe.parity.beside import (
+    ReferenceTrainer,
+    RepeatedBatch,
+    cut_value,
+    random_numbers_of_batch,
+    shares_of_rows,
+)
 from fleetpipe.parity.parity_report import Orders, Repetition, Report, in_order, usual_tolerance
 from fleetpipe.parity.recorded_values import (
     Outputs,
@@ -70,7 +76,7 @@ class Evaluations:
             The result of the pipeline's call, and the differences on this rank.
         """
         batch = RepeatedBatch(data, self._pipeline.accumulate_steps)
-        run = functools.partial(call, batch.again(), compute_loss, *more)
+        run = functools.partial(call, batch.repeat(), compute_loss, *more)
         result, expected, differences = self._evaluate_both(
             "eval_batch", step, run, batch, compute_loss
         )
@@ -159,7 +165,7 @@ class Evaluations:
         """
         pipeline, group, ranks = self._pipeline, pipeline_group(), sequence_parts()
         size, count = pipeline.micro_batch_size, pipeline.accumulate_steps
-        parts = cut(inputs, size, count), cut(labels, size, count)
+        parts = cut_value(inputs, size, count), cut_value(labels, size, count)
         values = group.broadcast(parts[0], self._owner_of(0))
         if ranks is not None:
             values = ranks.whole_batch(values)
@@ -219,13 +225,13 @@ class Evaluations:
         reference = self._reference
         # With one replica the reference has the same statistics already.
         state = self._pipeline.layers.full_state_dict() if self._pipeline.replicas.ranks > 1 else {}
-        state = parted(state, reference.tensors(), mp_shard)
+        state = split_into_parts(state, reference.tensors(), mp_shard)
         buffers = [name for name, tensor in reference.tensors().items() if tensor.stop_gradient]
         before = {name: reference.tensors()[name].clone() for name in buffers if state}
         _set_state({name: state[name] for name in before}, reference)
         reference.model.eval()
         recording = record_model(reference.model, reference.names)
-        with paddle.no_grad(), as_the_next_batch(keys), recording as expected:
+        with paddle.no_grad(), random_numbers_of_batch(keys), recording as expected:
             yield self._set_streams(inputs, keys), expected
         _set_state(before, reference)
 
@@ -280,7 +286,7 @@ class Session:
         self._reference = reference
         #: Whether a batch of the pipeline runs.
         self._runs = False
-        self._beside = Beside(pipeline, reference)
+        self._trainer = ReferenceTrainer(pipeline, reference)
         # The shadow of a captured model would be a second reference.
         pipeline.accompany(None)
         methods = (pipeline.train_batch, pipeline.eval_batch, pipeline.predict_batch)
@@ -333,16 +339,16 @@ class Session:
         batches, differences = self._cut_batch(batch)
         batches_here, everyone = self._pipeline.share(batches)
         reference = self._reference
-        reference.take_switches(layers)
+        reference.copy_switches(layers)
         differences += self._find_changes_between_steps()
         rates = Rates(self._optimizer, reference.optimizer, lr_scheduler, reference.takes_rate)
         keys = self._pipeline.next_keys()
         # The context in which the reference draws the random numbers of the pipeline's batch.
-        drawing = functools.partial(as_the_next_batch, keys)
-        train = functools.partial(self._beside.train, everyone, weights, return_micro_batch_loss)
+        drawing = functools.partial(random_numbers_of_batch, keys)
+        train = functools.partial(self._trainer.train, everyone, weights, return_micro_batch_loss)
         expected, single = self._repetition.train(train, drawing)
         self._edge_watch.first_micro_batch = self._first_micro_batch * self._pipeline.units.count
-        with record_stages(layers) as outputs, self._orders.crossings() as crossings:
+        with record_stages(layers) as outputs, self._orders.recording_crossings() as crossings:
             before_update = functools.partial(
                 self._compare_before_update, rates, batches_here, weights, keys
             )
@@ -355,11 +361,11 @@ class Session:
             self._runs = True
             try:
                 loss = self._calls.train_batch(
-                    batch.again(), optimizer, lr_scheduler, scaler, **more
+                    batch.repeat(), optimizer, lr_scheduler, scaler, **more
                 )
             finally:
                 self._runs = False
-                reference.note_attributes(layers)
+                reference.remember_attributes(layers)
         differences += batch.differences(step) + optimizer.differences
         differences += compare_outputs(outputs, expected, step, self._replicas.rank)
         state = compare_state(layers, reference, step, self._is_alone)
@@ -368,25 +374,20 @@ class Session:
         differences += compare_values("loss", "", step, loss, single) + rates.step(step, single)
         self._merge_differences(differences, optimizer.squares)
         if not self._tolerance_given:
-            self._orders.note(crossings)
+            self._orders.report_orders(crossings)
         self.report.single_loss.append(float(_first_loss(single).sum()))
         self.report.pipeline_loss.append(float(_first_loss(loss).sum()))
         return single, loss
 
-    def steps_with(self, optimizer: dygraph.PipelineOptimizer) -> bool:
-        """Returns whether a step of an optimizer updates the pipeline outside of a batch.
+    def follow_step(self, optimizer: dygraph.PipelineOptimizer) -> None:
+        """Steps the reference after a step that the script itself has made. Collective.
 
-        That is so for the optimizer of :meth:`train_with`, if the script itself steps it.
+        Steps of other optimizers than that of :meth:`train_with`, and those of a batch that runs,
+        are left alone.
         """
-        return getattr(self, "_optimizer", None) is optimizer and not self._runs
-
-    def step_again(self) -> None:
-        """Steps the reference after the script itself has stepped the pipeline. Collective.
-
-        :meth:`steps_with` says when.
-        """
-        Rates(self._optimizer, self._reference.optimizer, None, self._reference.takes_rate)
-        self._reference.step()
+        if getattr(self, "_optimizer", None) is optimizer and not self._runs:
+            Rates(optimizer, self._reference.optimizer, None, self._reference.takes_rate)
+            self._reference.step()
 
     def eval_batch(
         self,
@@ -413,10 +414,10 @@ class Session:
             more: The arguments of ``call``.
         """
         layers, reference = self._pipeline.layers, self._reference
-        reference.take_switches(layers)
+        reference.copy_switches(layers)
         changed = self._find_changes_between_steps()
         result, differences = compared(call, self.report.steps, *more)
-        reference.note_attributes(layers)
+        reference.remember_attributes(layers)
         self._merge_differences(changed + differences, {})
         self.report.evaluations += 1
         return result
@@ -428,8 +429,8 @@ class Session:
             The micro-batches of this replica for the reference, and the differences.
         """
         # The pipeline first, since it raises the error if the batch does not fit.
-        pipeline_batches = self._pipeline.micro_batches(batch.again())
-        reference_batches = batch.cut(self._pipeline.micro_batch_size)
+        pipeline_batches = self._pipeline.micro_batches(batch.repeat())
+        reference_batches = batch.micro_batches(self._pipeline.micro_batch_size)
         differences = []
         for name, ours, expected in zip(
             reference_batches._fields, pipeline_batches, reference_batches
@@ -492,8 +493,8 @@ class Session:
         first, units = self._first_micro_batch, self._pipeline.units
         weights = weights or self._pipeline.weights_in_backward
         copies = recorded_values.copies_at_borders(model, self._pipeline.layers)
-        with as_the_next_batch(keys), paddle.enable_grad(), copies as expected:
-            self._beside.accumulate(batches, weights, first)
+        with random_numbers_of_batch(keys), paddle.enable_grad(), copies as expected:
+            self._trainer.accumulate(batches, weights, first)
         ours = self._edge_watch.gradients
         return differences + recorded_values.compare_edges(ours, expected, first, step, units)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,18 +12,12 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe.errors import ConfigError
-from fleetpipe.fit.micro_batches import rows_of
+from fleetpipe.fit.micro_batches import batch_from_item
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests import pipelines
-from tests.fit.test_model import BATCH, ROWS, STEPS, Digits, Losses, layers, prepared
+from tests.fit.test_model import BATCH, ROWS, STEPS, Digits, Losses, prepared
 
 Model = Any
-
-
-@pytest.fixture
-def model() -> Iterator[Model]:
-    with pipelines.job(pp=2, micro_batches=STEPS, rows=ROWS):
-        yield prepared(fleetpipe.Model(layers()))
 
 
 def fitted(**options: Any) -> Callable[[Model], Any]:
@@ -110,39 +104,8 @@ def test_outputs_may_be_named() -> None:
         assert (logits.shape, means.shape) == ((BATCH + 5, 10), (BATCH + 5,))
 
 
-@pytest.mark.parametrize("group", [2, 3])
-def test_batches_of_one_step_are_told_as_paddle_tells_them(group: int) -> None:
-    """The metrics of each batch, and the learning rate with which the step is done."""
-
-    def momentum(parameters: Any) -> Any:
-        rate = paddle.optimizer.lr.StepDecay(0.1, step_size=2)
-        return paddle.optimizer.Momentum(rate, parameters=parameters)
-
-    with pipelines.job(pp=2, micro_batches=1, rows=BATCH):
-        model = fleetpipe.Model(layers())
-        given = nn.CrossEntropyLoss(), paddle.metric.Accuracy()
-        model.prepare(momentum(model.parameters()), *given)
-        network = model.network.single_model()
-        model.network.copy_to(network)
-        reference = paddle.Model(network)
-        reference.prepare(
-            momentum(network.parameters()), nn.CrossEntropyLoss(), paddle.metric.Accuracy()
-        )
-        ours, theirs = Losses(), Losses()
-        options: Any = {"epochs": 2, "shuffle": True, "verbose": 0, "batch_size": BATCH}
-        data = Digits(0, 5 * BATCH - 3)
-        model.fit(data, callbacks=ours, accumulate_grad_batches=group, **options)
-        reference.fit(data, callbacks=theirs, accumulate_grad_batches=group, **options)
-        for name in ("loss", "acc"):
-            assert [logs[name] for logs in ours.train] == [logs[name] for logs in theirs.train]
-        state = model.network.full_state_dict().values()
-        for mine, other in zip(state, network.state_dict().values()):
-            assert np.array_equal(mine.numpy(), other.numpy())
-        assert model.learning_rate == pytest.approx(0.1 * 0.1**5)
-
-
 def test_entries_of_a_dict_come_in_the_order_that_paddle_gives_them() -> None:
     sample = {"label": np.zeros((2, 1), "int64"), "image": np.ones((2, 3), "float32")}
     expected = [list(column.shape) for column in paddle.utils.flatten(sample)]
-    rows = rows_of(sample, 1, 0, 1, None)
+    rows = batch_from_item(sample, 1, 0, 1, None)
     assert [column.shape for column in (*rows.inputs, *rows.labels)] == expected == [[2, 3], [2, 1]]

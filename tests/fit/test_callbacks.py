@@ -13,7 +13,6 @@ from typing import Any
 
 import paddle
 import pytest
-from paddle import nn
 
 import fleetpipe
 from fleetpipe import fleet
@@ -23,25 +22,7 @@ from fleetpipe.job.records import BETWEEN, PARTS
 from fleetpipe.mesh import AXES
 from fleetpipe.schedules import Schedule
 from tests import pipelines
-from tests.fit.test_model import BATCH, ROWS, STEPS, Digits, Losses, layers, prepared
-
-
-@pytest.fixture
-def model() -> Iterator[Any]:
-    with pipelines.job(pp=2, micro_batches=STEPS, rows=ROWS):
-        yield prepared(fleetpipe.Model(layers()))
-
-
-def fit(model: Any, *callbacks: Any, data: Any = None, **options: Any) -> Losses:
-    told = Losses()
-    model.fit(
-        data or Digits(0, 4 * BATCH),
-        batch_size=BATCH,
-        verbose=0,
-        callbacks=[*callbacks, told],
-        **options,
-    )
-    return told
+from tests.fit.test_model import BATCH, ROWS, STEPS, Digits, Losses, fit, layers
 
 
 def test_refusals() -> None:
@@ -53,8 +34,9 @@ def test_refusals() -> None:
 
 
 def test_metrics_are_written_and_gone_on_with(model: Any, tmp_path: Path) -> None:
-    evaluation = Digits(1000, 1000 + BATCH)
+    evaluation = Digits(1000, 1000 + 2 * BATCH + 5)
     told = fit(model, MetricsLogger(tmp_path), eval_data=evaluation)
+    evaluated = model.evaluate(evaluation, batch_size=BATCH, verbose=0)
     file = tmp_path / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(row["step"], row["phase"]) for row in rows] == [
@@ -63,7 +45,7 @@ def test_metrics_are_written_and_gone_on_with(model: Any, tmp_path: Path) -> Non
     ]
     assert [row["loss"] for row in rows[:4]] == [logs["loss"][0] for logs in told.train]
     assert rows[4]["acc_top1"] == told.eval[0]["acc_top1"]
-    assert rows[4]["loss"] == told.eval[0]["loss"][0]  # of one batch
+    assert rows[4]["loss"] == evaluated["loss"][0]
     assert rows[0]["learning_rate"] == 0.01
     # As after a restart from a checkpoint of step 2; the last line was not written to its end.
     file.write_text(file.read_text() + '{}\n[]\n{"step": 5, "pha')
@@ -83,15 +65,6 @@ def test_metrics_are_written_and_gone_on_with(model: Any, tmp_path: Path) -> Non
     for (step, figures), row in zip(history, rows, strict=True):
         assert step == row["step"]
         assert [figures[name] for name in names[:3]] == [row[name] for name in names[:3]]
-
-
-def test_the_loss_of_an_evaluation_is_that_of_all_rows(model: Any, tmp_path: Path) -> None:
-    evaluation = Digits(1000, 1000 + 2 * BATCH + 5)
-    fit(model, MetricsLogger(tmp_path), eval_data=evaluation)
-    row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
-    outputs = paddle.to_tensor(model.predict_batch(evaluation.images)[0])
-    loss = float(nn.CrossEntropyLoss()(outputs, paddle.to_tensor(evaluation.labels)))
-    assert row["loss"] == pytest.approx(loss, rel=1e-5)
 
 
 def lives(folder: Path) -> list[Any]:
@@ -182,10 +155,7 @@ def test_a_callback_says_where_it_runs(model: Any) -> None:
 
 def test_lines_of_the_progress_in_a_log_file(model: Any, capsys: Any) -> None:
     evaluation = Digits(1000, 1000 + BATCH)
-    told = Losses()
-    model.fit(
-        Digits(0, 4 * BATCH), evaluation, batch_size=BATCH, log_freq=3, verbose=2, callbacks=told
-    )
+    told = fit(model, eval_data=evaluation, log_freq=3, verbose=2)
     output = capsys.readouterr().out.splitlines()
     lines = [re.sub(r", [\d.e+]+ samples/s.*", "", line) for line in output]
     # Of the last batch of a training nothing is left.
@@ -207,7 +177,7 @@ def test_without_a_terminal_a_bar_is_a_line_every_so_many_seconds(
     seconds: float, lines: int, model: Any, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.setattr("fleetpipe.fit.callbacks.progress._SECONDS_OF_A_LINE", seconds)
-    model.fit(Digits(0, 4 * BATCH), batch_size=BATCH, epochs=2, verbose=1)
+    fit(model, epochs=2, verbose=1)
     output = capsys.readouterr().out.splitlines()
     assert len(output) == lines
     # At the end of the first epoch half of the training is left, not nothing.
@@ -220,8 +190,7 @@ def test_a_training_until_something_stops_it_has_no_end_to_show(model: Any, caps
         def on_train_batch_end(self, step: int, logs: Any = None) -> None:
             self.model.stop_training = True
 
-    digits = Digits(0, 4 * BATCH)
-    model.fit(digits, batch_size=BATCH, epochs=sys.maxsize, log_freq=1, callbacks=Stops())
+    fit(model, Stops(), epochs=sys.maxsize, log_freq=1, verbose=2)
     output = capsys.readouterr().out
     assert "batch 1/4" in output
     assert "left, ends" not in output
@@ -235,23 +204,15 @@ def test_an_interrupted_bar_ends_its_line(model: Any, monkeypatch: Any, capsys: 
 
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     with pytest.raises(KeyboardInterrupt):
-        model.fit(Digits(0, 4 * BATCH), batch_size=BATCH, verbose=1, callbacks=Interrupts())
+        fit(model, Interrupts(), verbose=1)
     shown = capsys.readouterr().err
     assert shown.endswith("\n")
     assert "3/4" in shown.rpartition("\r")[2]
 
 
 def test_a_history_has_a_figure_for_each_epoch(model: Any) -> None:
-    counts = Losses()
-    history = model.fit(
-        Digits(0, 2 * BATCH),
-        Digits(500, 500 + BATCH + 5),
-        batch_size=BATCH,
-        epochs=3,
-        eval_freq=2,
-        verbose=0,
-        callbacks=counts,
-    )
+    counts, data = Losses(), (Digits(0, 2 * BATCH), Digits(500, 500 + BATCH + 5))
+    history = model.fit(*data, BATCH, 3, eval_freq=2, verbose=0, callbacks=counts)
     assert {name: len(figures) for name, figures in history.items()} == {
         **dict.fromkeys(("loss", "acc_top1", "acc_top2"), 3),
         **dict.fromkeys(("eval_loss", "eval_acc_top1", "eval_acc_top2"), 2),
@@ -264,26 +225,21 @@ def test_a_history_has_a_figure_for_each_epoch(model: Any) -> None:
     assert history["eval_acc_top2"][-1] == ends["acc_top2"]
 
 
-def test_a_bar_in_a_terminal(model: Any, monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    model.fit(Digits(0, 4 * BATCH), batch_size=BATCH, verbose=1)
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert "epoch 1/1: 100%" in shown.err
-
-
 @pytest.mark.parametrize(("columns", "metrics"), [(80, 0), (120, 2)])
 def test_a_bar_has_loss_rate_and_the_time_left_whole(
     columns: int, metrics: int, model: Any, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda _: (columns, 40))
-    model.fit(Digits(0, 4 * BATCH), batch_size=BATCH, epochs=20, verbose=1)
-    bars = [bar for bar in capsys.readouterr().err.split("\r") if " left" in bar]
+    fit(model, epochs=3, verbose=1)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "epoch 1/3: 100%" in shown.err
+    bars = [bar for bar in shown.err.split("\r") if " left" in bar]
     assert bars
     for bar in bars:
         assert len(bar.rstrip()) <= columns
-        assert re.search(r"^epoch \d+/20: +\d+%\|.{8,}\| [1-4]/4, loss [^ ,]+, ", bar), bar
+        assert re.search(r"^epoch \d/3: +\d+%\|.{8,}\| [1-4]/4, loss [^ ,]+, ", bar), bar
         assert re.search(r" \S+ samples/s, [\d:]+ left(, ends [\d:]{8})?\s*$", bar), bar
         assert bar.count("acc_top") == metrics
 
@@ -292,7 +248,7 @@ def test_a_line_does_not_stand_in_the_bar(model: Any, monkeypatch: Any, capsys: 
     """Both go to one stream here, as in a terminal."""
     monkeypatch.setattr("sys.stderr", sys.stdout)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    model.fit(Digits(0, 4 * BATCH), batch_size=BATCH, verbose=1, callbacks=[LossMonitor(1)])
+    fit(model, LossMonitor(1), verbose=1)
     shown = capsys.readouterr().out
     said = re.findall(r"(.*)(epoch: 1 step: \d, loss is [\d.]+)\n", shown)
     assert len(said) == 4

@@ -19,8 +19,7 @@ from fleetpipe.callbacks import PipelineCheckpoint
 from fleetpipe.checkpoint.files import writer
 from fleetpipe.errors import CheckpointError, ConfigError
 from fleetpipe.job import attempt_files
-from tests import pipelines
-from tests.fit.test_model import BATCH, ROWS, STEPS, Digits, Losses, layers, prepared
+from tests.fit.test_model import BATCH, Digits, fit, layers, prepared
 from tests.fixtures import Launch, Patch
 from tests.launch.supervisor.commands import launched
 from tests.launching import ROOT
@@ -35,31 +34,29 @@ def told(log: str) -> list[str]:
 def test_a_training_that_ends_early_goes_on_to_the_same_bits(
     launch: Launch, launcher: Launch, tmp_path: Path
 ) -> None:
-    alone, shared, asked = (tmp_path / name for name in ("alone", "shared", "asked"))
-    for folder in (alone, shared, asked):
-        folder.mkdir()
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    alone.mkdir()
+    shared.mkdir()
     whole = told(launch(WORKER, None, cwd=alone).logs[0])
     assert len(whole) == 18 + 2 * 3 + 1
 
-    # Killed: on from the newest checkpoint.
+    # One rank is asked to stop: all agree in the step that follows, save it and end.
+    arguments = ["0.0.2", str(int(signal.SIGTERM))]
+    stopped = launch(WORKER, 2, args=arguments, cwd=shared, check=False)
+    assert stopped.returncode == attempt_files.PREEMPTED, stopped
+    assert "fleetpipe: asked to stop, the job saved 4 steps" in stopped.logs[0]
+    assert told(stopped.logs[0]) == whole[:4]
+
+    # It goes on in one process, and is killed there: on from the newest checkpoint.
     arguments = ["0.1.4", str(int(signal.SIGKILL))]
     killed = launch(WORKER, None, args=arguments, cwd=shared, check=False)
     assert killed.returncode == -signal.SIGKILL
     place = whole.index(next(line for line in whole if line.startswith("step 1 4")))
-    assert told(killed.logs[0]) == whole[: place + 1]
+    assert told(killed.logs[0]) == whole[4 : place + 1]
     again = launch(WORKER, None, cwd=shared)
     assert "fleetpipe: goes on after 8 steps" in again.logs[0]
     # Batch 8 of all is the second of the second epoch.
     assert told(again.logs[0]) == whole[place - 2 :]
-
-    # One rank asked to stop: all agree in the step that follows, save it and end.
-    arguments = ["0.0.2", str(int(signal.SIGTERM))]
-    stopped = launch(WORKER, 2, args=arguments, cwd=asked, check=False)
-    assert stopped.returncode == attempt_files.PREEMPTED, stopped
-    assert "fleetpipe: asked to stop, the job saved 4 steps" in stopped.logs[0]
-    again = launch(WORKER, 2, cwd=asked)
-    assert told(stopped.logs[0]) == whole[:4]
-    assert told(again.logs[0]) == whole[4:]
 
     # Killed under fleetpipe launch: on by itself from the end of the epoch before, in a script
     # that says nothing of checkpoints.
@@ -75,20 +72,6 @@ def test_a_training_that_ends_early_goes_on_to_the_same_bits(
     restarted = len(told(log)) - len(whole[place:])
     assert restarted in (place + 2, place + 3)
     assert told(log) == [*whole[:restarted], *whole[place:]]
-
-
-@pytest.fixture
-def model() -> Any:
-    with pipelines.job(pp=2, micro_batches=STEPS, rows=ROWS):
-        yield prepared(fleetpipe.Model(layers()))
-
-
-def fit(model: Any, *callbacks: Any, **options: Any) -> Losses:
-    seen = Losses()
-    data = options.pop("data", None)
-    data = Digits(0, 4 * BATCH) if data is None else data
-    model.fit(data, batch_size=BATCH, verbose=0, callbacks=[seen, *callbacks], **options)
-    return seen
 
 
 def test_checkpoints_are_where_and_as_often_as_asked(
@@ -196,18 +179,6 @@ def test_a_save_that_failed_is_made_up_for_from_memory(
     assert [tensor.numpy().tobytes() for tensor in again] == state
 
 
-def test_batches_that_know_no_position_are_passed_over(model: Any, tmp_path: Path) -> None:
-    home = str(tmp_path / "run")
-    batches = [
-        (data.images, data.labels) for data in (Digits(i, i + BATCH) for i in range(0, 200, BATCH))
-    ]
-    first = fit(model, save_dir=home, resume="auto", num_iters=3, data=batches)
-    model = prepared(fleetpipe.Model(layers()))
-    rest = fit(model, save_dir=home, resume="auto", data=batches)
-    model = prepared(fleetpipe.Model(layers()))
-    assert [*first.train, *rest.train] == fit(model, data=batches).train
-
-
 class Noisy(Digits):
     """Augments by NumPy's generator of the process that loads."""
 
@@ -227,14 +198,14 @@ class Stream(paddle.io.IterableDataset):  # type: ignore[type-arg, unused-ignore
 NOISY = Noisy(0, 4 * BATCH)
 LOADERS: list[Callable[[], Any]] = [
     lambda: paddle.io.DataLoader(NOISY, batch_size=BATCH, shuffle=True),
-    lambda: paddle.io.DataLoader(NOISY, batch_size=BATCH, shuffle=True, num_workers=2),
+    lambda: paddle.io.DataLoader(NOISY, batch_size=BATCH, shuffle=True, num_workers=1),
     lambda: paddle.io.DataLoader(
         NOISY, batch_sampler=fleetpipe.io.DistributedBatchSampler(NOISY, BATCH, shuffle=True)
     ),
     lambda: fleetpipe.io.DataLoader(
         NOISY,
         batch_sampler=paddle.io.BatchSampler(NOISY, shuffle=True, batch_size=BATCH),
-        num_workers=2,
+        num_workers=1,
     ),
     lambda: fleetpipe.io.DataLoader(Stream(), batch_size=BATCH, num_workers=2),
 ]

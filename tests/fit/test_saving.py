@@ -84,26 +84,6 @@ def test_a_run_goes_on_from_the_files_on_another_layout(tmp_path: Path, pp: int)
     assert all(map(np.array_equal, fit(model, 2, first=3), expected))
 
 
-def test_paddles_model_goes_on_from_the_files(tmp_path: Path) -> None:
-    model = pipeline()
-    fit(model, 2)
-    model.save(str(tmp_path / "saved"))
-    expected = fit(model, 1, first=2)
-    with paddle.utils.unique_name.guard():
-        network = model.network.single_model()
-        reference = paddle.Model(network)
-        criterion = nn.CrossEntropyLoss()
-        reference.prepare(adam(network.parameters()), lambda *given: criterion(*given) / STEPS)
-        reference.load(str(tmp_path / "saved"))
-        data = Digits(2 * BATCH, 3 * BATCH)
-        for number in range(STEPS):
-            rows = slice(number * ROWS, (number + 1) * ROWS)
-            batch = ([paddle.to_tensor(c[rows])] for c in (data.images, data.labels))
-            reference.train_batch(*batch, update=number + 1 == STEPS)
-    for mine, other in zip(expected, network.state_dict().values()):
-        assert np.array_equal(mine, other.numpy())
-
-
 class Named(nn.Layer):
     """The same model as a class, with names of its own."""
 

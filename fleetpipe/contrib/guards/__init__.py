@@ -69,10 +69,10 @@ class Guards(BatchObserver):
         self._verifies = self._must_publish = self._batches % self._every == 0
         self._batches += 1
         if self._verifies:
-            self._gatherings, self._streams = [], _streams()
+            self._gatherings, self._streams = [], _stream_fingerprints()
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
-        """See :class:`fleetpipe.engine.observer.Observer`."""
+        """Returns an instruction that sends this rank's fingerprints when it first has to wait."""
         if not isinstance(op, Recv):
             return instruction
 
@@ -190,7 +190,10 @@ class Guards(BatchObserver):
             f"at the begin of step {self._step}",
             expected=f"the same bits, as {since}",
             got=f"numbers up to {max(largest_gap(first, other) for other in rest):.3g} apart",
-            cause=_cause_of_unequal(axis, 0 if verified is None else self._step),
+            cause="a missing all-reduce over mp of its gradient; or ranks hold parts of it, and it "
+            "lacks is_distributed = True"
+            if axis == "mp"
+            else of_unequal(axis, 0 if verified is None else self._step),
             fix="fleetpipe_configs['guards'] = 1 names the step, fleetpipe locate the layer",
         )
 
@@ -231,7 +234,7 @@ class Guards(BatchObserver):
         """Returns the names of the random streams that this batch has drawn from."""
         if keys is not None:
             return sorted(keys.common_streams & random_keys.OF_SHARDS)
-        now = _streams()
+        now = _stream_fingerprints()
         checked = {DEFAULT, *random_keys.OF_SHARDS}
         return sorted(n for n in checked & now.keys() if now[n] != self._streams.get(n))
 
@@ -266,7 +269,7 @@ def fingerprint(tensor: Tensor) -> str:
     return f"{int(words.sum(dtype='uint64')):x} {int(np.bitwise_xor.reduce(words)):x} {rest:x}"
 
 
-def _streams() -> dict[str, str]:
+def _stream_fingerprints() -> dict[str, str]:
     """Returns fingerprints of the states of Paddle's generator and of Fleet's streams."""
     states = {DEFAULT: generator_states()[0], **stream_states()}
     return {name: f"{zlib.crc32(str(state).encode()):x}" for name, state in states.items()}
@@ -285,16 +288,6 @@ def _is_finite(gradient: Tensor) -> bool:
     if gradient.is_selected_rows():
         return bool(paddle.isfinite(squared_norm(gradient)).all())
     return bool(paddle.isfinite(gradient.astype("float32")).all())
-
-
-def _cause_of_unequal(axis: str, step: int) -> str:
-    """Returns the likely cause of different values on ranks along an axis, at a step."""
-    if axis == "mp":
-        return (
-            "a missing all-reduce over mp of its gradient; or ranks hold parts of it, and it lacks "
-            "is_distributed = True"
-        )
-    return of_unequal(axis, step)
 
 
 def _join_ranks(ranks: Sequence[int]) -> str:

@@ -137,7 +137,7 @@ class Location(NamedTuple):
         )
 
 
-def of_loss(
+def cause_of_wrong_loss(
     ratio: float,
     tolerance: float,
     scales: Sequence[int],
@@ -178,7 +178,7 @@ def of_loss(
     return OTHER_LOSS
 
 
-def of_reduction(
+def cause_of_wrong_reduction(
     degrees: Mapping[str, int],
     axes: Sequence[str],
     missing: Sequence[str],

@@ -73,7 +73,7 @@ def collecting(recorder: Recorder, feed: Feed | None = None) -> Iterator[None]:
 
     Args:
         recorder: Receives the tensors.
-        feed: For a twin: gives each step the job's weights, data and gradients.
+        feed: For a one-device twin: gives each step the job's weights, data and gradients.
     """
     hooks = _Hooks(recorder, feed)
     clip: Any = paddle.nn.ClipGradByNorm.__base__
@@ -205,8 +205,8 @@ class _Hooks(BatchObserver):
         if self._feed is None:
             # Some of the numbers that it is applied to: they show whether two ranks drop the same.
             dropped = numbers_of(x.detach().reshape([-1])[:32])
-            self._recorder.put(key._replace(role=DROPPED), dropped)
-            self._recorder.put(key, _draw_mask(original, x, *more, **named))
+            self._recorder.store(key._replace(role=DROPPED), dropped)
+            self._recorder.store(key, _draw_mask(original, x, *more, **named))
             return original(x, *more, **named)
         output = original(x, *more, **named)
         mask = self._feed.full_tensors.mask(key, tuple(output.shape), self._recorder.recorded)
@@ -216,7 +216,7 @@ class _Hooks(BatchObserver):
         return masked / (1 - p) if mode == "upscale_in_train" else masked
 
     def run_recompute(self, original: Wrapper, function: Any, *inputs: Any, **named: Any) -> Any:
-        """Runs a function with recompute; in a twin without it."""
+        """Runs a function with recompute; in a one-device twin without it."""
         if self._feed is not None:
             options = ("preserve_rng_state", "use_reentrant", "offload_indices")
             return function(*inputs, **{k: v for k, v in named.items() if k not in options})
@@ -254,7 +254,7 @@ class _Hooks(BatchObserver):
         """Records the inputs (``kind`` "input") or the labels ("label") of a micro-batch."""
         recorder = self._recorder
         for path, tensor in tensors_by_place(values).items():
-            recorder.put(TensorKey(recorder.step, "data", "", micro_batch, kind + path), tensor)
+            recorder.store(TensorKey(recorder.step, "data", "", micro_batch, kind + path), tensor)
 
     # A pipeline's batch
 
@@ -265,7 +265,7 @@ class _Hooks(BatchObserver):
         recorder = self._recorder
         loss = self.forward_backward(original, pipeline, data, *more, **named)
         for number, value in enumerate(loss if isinstance(loss, list) else [loss]):
-            recorder.put(TensorKey(recorder.step, "loss", "", role=f"returned {number}"), value)
+            recorder.store(TensorKey(recorder.step, "loss", "", role=f"returned {number}"), value)
         recorder.end_step()
         return loss
 
@@ -323,7 +323,7 @@ class _Hooks(BatchObserver):
         # For each loss function, the losses of the micro-batches; None on ranks without a loss.
         recorder, losses = self._recorder, self._pipeline.total_loss
         for number, share in enumerate(losses[self._loss_fn_idx] if losses else (), self._earlier):
-            recorder.put(TensorKey(recorder.step, "loss", "", number, "share"), share)
+            recorder.store(TensorKey(recorder.step, "loss", "", number, "share"), share)
         if self._earlier:
             # Several calls accumulate gradients; those after one call are no step's.
             recorder.forget_gradients()
@@ -338,7 +338,7 @@ class _Hooks(BatchObserver):
         if recorder.main_root is None or recorder.in_pipeline or self._paused:
             original(tensor, *more, **named)
             return
-        recorder.put(TensorKey(recorder.step, "loss", "", recorder.micro_batch, "share"), tensor)
+        recorder.store(TensorKey(recorder.step, "loss", "", recorder.micro_batch, "share"), tensor)
         if "gradient" not in recorder.stored_phases:
             recorder.store_gradients_left()
         self.call_unrecorded(original, tensor, *more, **named)
@@ -358,7 +358,7 @@ class _Hooks(BatchObserver):
         for parameter, gradient in clipped if self._clips_within == 0 and clipped else ():
             name = recorder.name_of(parameter)
             if name is not None and gradient is not None:
-                recorder.put(TensorKey(recorder.step, "clip", name, role="gradient"), gradient)
+                recorder.store(TensorKey(recorder.step, "clip", name, role="gradient"), gradient)
         return clipped
 
     def optimizer_step(
@@ -369,8 +369,8 @@ class _Hooks(BatchObserver):
         A wrapper of an optimizer calls the ``step`` of the optimizer within its own: the outermost
         call counts as the step.
 
-        A twin with fewer samples than all replicas of the job together does not step yet: its
-        script goes on, and the next samples count for this step too.
+        A one-device twin with fewer samples than all replicas of the job together does not step
+        yet: its script goes on, and the next samples count for this step too.
 
         Returns:
             What ``step`` returns; None if the twin does not step yet.
@@ -379,7 +379,7 @@ class _Hooks(BatchObserver):
         if recorder.main_root is None:
             return original(optimizer, *more, **named)
         in_loop = self._steps_within == 0 and not recorder.in_pipeline  # a user's own loop
-        if in_loop and feed is not None and feed.must_read_on(recorder.recorded, recorder.step):
+        if in_loop and feed is not None and feed.lacks_samples(recorder.recorded, recorder.step):
             self._put_off[id(base_optimizer(optimizer))] += 1
             return None
         if self._steps_within == 0 and "gradient" not in recorder.stored_phases:
@@ -408,7 +408,7 @@ class _Hooks(BatchObserver):
         recorder = self._recorder
         put_off = self._put_off[id(base_optimizer(optimizer))]
         if put_off and self._feed is not None:
-            recorder.put(TensorKey(recorder.step, "data", "", role=READ_ON), np.array(put_off))
+            recorder.store(TensorKey(recorder.step, "data", "", role=READ_ON), np.array(put_off))
             self._feed.average_gradients(put_off + 1, optimized_parameters(optimizer))
             self._feed.set_rate(recorder.step, optimizer)
         recorder.store_gradients("reduction")
@@ -416,9 +416,9 @@ class _Hooks(BatchObserver):
             self._feed.set_gradients(recorder.step, recorder.parameters())
         rate = np.asarray(optimizer.get_lr(), "float64")
         key = TensorKey(recorder.step, "optimizer input", "", role="learning rate")
-        recorder.put(key, rate)
+        recorder.store(key, rate)
         names = [recorder.name_of(p) for p in optimized_parameters(optimizer)]
         names += recorder.recorded.optimizer_parameters(key)
         listed = json.dumps(sorted({name for name in names if name is not None}))
         text = np.frombuffer(listed.encode(), "uint8")
-        recorder.put(key._replace(role="parameters"), text)
+        recorder.store(key._replace(role="parameters"), text)

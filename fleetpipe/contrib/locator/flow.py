@@ -3,8 +3,8 @@
 The twin is the same script on one device. A difference counts if it is larger than the effect of
 rounding (``Tolerances``): the twin runs a second time with each number of its weights, data and
 gradients changed by at most one unit in the last place, and how much a tensor changes by that is
-the effect of rounding there. ``StepBesideTwin`` has the records of one step, and ``Flow`` compares
-them.
+the effect of rounding there. ``StepBesideTwin`` has the records of one step, ``LayerChecks``
+compares them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Tolerances:
                 measured = key.step, min(gap(moved, tensor), 1.0)
                 self._measured[key.phase, key.name, key.role].append(measured)
 
-    def at(self, key: TensorKey, dtype: np.dtype[np.generic]) -> float:
+    def tolerance_of(self, key: TensorKey, dtype: np.dtype[np.generic]) -> float:
         """Returns the largest relative difference that passes as rounding for a tensor."""
         if self._exact or dtype.kind != "f":
             return 0.0
@@ -95,7 +95,7 @@ class StepBesideTwin:
         self.positions: dict[TensorKey, int] = {}
         for position, key in enumerate(self.twin.tensors):
             if key.step == number:
-                self.positions.setdefault(in_any_batch(key), position)
+                self.positions.setdefault(key_in_any_batch(key), position)
 
     def key(self, phase: str, name: str = "", role: str = "", micro_batch: int = -1) -> TensorKey:
         """Returns the key of a tensor of this step; see :class:`TensorKey`."""
@@ -103,7 +103,7 @@ class StepBesideTwin:
 
     def tolerance(self, key: TensorKey, tensor: np.ndarray) -> float:
         """Returns the relative difference that rounding may cause in a tensor."""
-        return self._tolerances.at(key, tensor.dtype)
+        return self._tolerances.tolerance_of(key, tensor.dtype)
 
     def possible_shards(
         self, full: np.ndarray, shape: tuple[int, ...], rank: int
@@ -119,7 +119,7 @@ class StepBesideTwin:
         tensors = {n: rank.tensors.get(key) for n, rank in self.ranks.items()}
         return {n: gap(tensor, expected) for n, tensor in tensors.items() if tensor is not None}
 
-    def members(self, rank: int, axes: Iterable[str], among: Iterable[int]) -> list[int]:
+    def ranks_along(self, rank: int, axes: Iterable[str], among: Iterable[int]) -> list[int]:
         """Returns those of some ranks that differ from ``rank`` in their coordinates on ``axes``.
 
         Their coordinates on all other axes are equal; ``rank`` itself is one of them.
@@ -185,7 +185,7 @@ class StepBesideTwin:
         Args:
             layer: The layer or parameter.
             phase: The phase of the step.
-            apart: By rank, the relative difference between its tensor and the twin's.
+            apart: By rank, the relative difference between its tensor and the one-device twin's.
             tolerance: The difference that rounding causes.
             cause: The likely cause, in a sentence.
             likely: The axes that may be named if the ranks themselves do not show the axis.
@@ -198,13 +198,13 @@ class StepBesideTwin:
         return self.location(layer, phase, wrong, cause, axis, None, worst, tolerance)
 
 
-def in_any_batch(key: TensorKey) -> TensorKey:
+def key_in_any_batch(key: TensorKey) -> TensorKey:
     """Returns a key without its step and micro-batch."""
     return key._replace(step=-1, micro_batch=-1)
 
 
 class Outcome(NamedTuple):
-    """The comparison of one tensor of one rank with the twin's.
+    """The comparison of one tensor of one rank with the one-device twin's.
 
     Attributes:
         rank: The tensors of the rank.
@@ -223,16 +223,16 @@ class Outcome(NamedTuple):
     partial: str = ""
 
     @property
-    def right(self) -> bool:
-        """Whether the rank's tensor is the twin's, to rounding."""
+    def is_right(self) -> bool:
+        """Whether the rank's tensor is the one-device twin's, to rounding."""
         return self.gap <= self.tolerance
 
 
-class Flow:
+class LayerChecks:
     """Compares the samples of a step, the tensors between its layers, and their gradients.
 
     Attributes:
-        rows: The number of rows of a micro-batch of the twin.
+        rows: The number of rows of a micro-batch of the one-device twin.
         waiting: The outcomes of the last tensor whose ranks' values only add up to the right one,
             until a right tensor follows.
     """
@@ -242,7 +242,7 @@ class Flow:
 
         Args:
             step: The records of the step.
-            samples: The twin's rows that each micro-batch of the job has.
+            samples: The one-device twin's rows that each micro-batch of the job has.
         """
         self._step, self._samples = step, samples
         self.waiting: list[Outcome] | None = None
@@ -252,7 +252,7 @@ class Flow:
         self._calls: Counter[tuple[str, str]] = Counter()
         for key, tensor in step.twin.tensors.items():
             if key.step == step.number:
-                self._by_key[in_any_batch(key)][key.micro_batch] = tensor
+                self._by_key[key_in_any_batch(key)][key.micro_batch] = tensor
                 if key.phase == "forward":
                     calls = self._calls[key.name, key.role]
                     self._calls[key.name, key.role] = max(calls, key.call + 1)
@@ -308,10 +308,10 @@ class Flow:
         self.waiting = None
         for order_and_key in sorted(grouped):
             of_ranks, (_, _, key) = grouped[order_and_key], order_and_key
-            if all(outcome.right for outcome in of_ranks):
+            if all(outcome.is_right for outcome in of_ranks):
                 if not key.role.startswith("input"):
                     self.waiting = None
-            elif all(outcome.right or outcome.partial for outcome in of_ranks):
+            elif all(outcome.is_right or outcome.partial for outcome in of_ranks):
                 self.waiting = self.waiting or of_ranks
             else:
                 return self.waiting or of_ranks
@@ -330,10 +330,10 @@ class Flow:
         # An input may be another layer's output, and comes after it.
         position = self._step.positions.get(twin_key, 0) + 0.5 * (twin_key.name != key.name)
         outcome = Outcome(rank, key, position, min(apart), self._step.tolerance(key, tensor))
-        if outcome.right or key.phase == "data":
+        if outcome.is_right or key.phase == "data":
             return outcome
         for axis in _SHARDED_AXES:
-            members = self._step.members(rank.rank, (axis,), self._step.ranks)
+            members = self._step.ranks_along(rank.rank, (axis,), self._step.ranks)
             by_member = [self._step.ranks[n].tensors.get(key) for n in members]
             tensors = [t for t in by_member if t is not None]
             if len(tensors) > 1 and len({t.shape for t in tensors}) == 1:
@@ -348,8 +348,8 @@ class Flow:
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yields pairs of a rank's tensor and a tensor that it may have to equal.
 
-        The second is a shard of one of the twin's ``full_tensors``. A gradient is divided by each
-        factor by which it may be too large before ranks average it.
+        The second is a shard of one of the one-device twin's ``full_tensors``. A gradient is
+        divided by each factor by which it may be too large before ranks average it.
         """
         for full in full_tensors:
             for part in self._step.possible_shards(full, tensor.shape, rank.rank):
@@ -381,7 +381,7 @@ class Flow:
         return list(itertools.chain.from_iterable(full_tensors))
 
     def _twin_key(self, key: TensorKey, call: int) -> TensorKey:
-        """Returns the key, in any batch, of the twin's tensor for a tensor of a rank.
+        """Returns the key, in any batch, of the one-device twin's tensor for a tensor of a rank.
 
         An input may be recorded as another layer's output.
 
@@ -389,15 +389,15 @@ class Flow:
             key: The key of the rank's tensor.
             call: The call of the layer on the twin.
         """
-        twin_key = in_any_batch(key._replace(call=call))
+        twin_key = key_in_any_batch(key._replace(call=call))
         sources = self._inputs.get((key.name, call), [])
         # With several sources it is unknown which one the input is.
         if key.role == "input 0" and len(sources) == 1 and twin_key not in self._by_key:
-            return in_any_batch(sources[0])
+            return key_in_any_batch(sources[0])
         return twin_key
 
     def twin_rows_of(self, rank: RankTensors, micro_batch: int) -> SampleRows:
-        """Returns the twin's rows with the samples of a micro-batch of a rank.
+        """Returns the one-device twin's rows with the samples of a micro-batch of a rank.
 
         If samples cannot be told apart, it is the twin's micro-batch at the same position.
         """
@@ -414,7 +414,7 @@ class Flow:
             outcomes: The comparison on every rank that has the tensor, right ones included: which
                 ranks are right shows the axis along which the others are wrong.
         """
-        step, wrong = self._step, [outcome for outcome in outcomes if not outcome.right]
+        step, wrong = self._step, [outcome for outcome in outcomes if not outcome.is_right]
         key, ranks = wrong[0].key, [outcome.rank.rank for outcome in wrong]
         partial = next((outcome.partial for outcome in wrong if outcome.partial), "")
         axis = partial or step.axis_of(ranks, [outcome.rank.rank for outcome in outcomes])
@@ -517,7 +517,7 @@ class Flow:
     def first_layer_without_input_gradient(self) -> str:
         """Returns the outermost layer that gives its inputs no gradient; "" if none.
 
-        Of several it is the first in the order of the twin's backward.
+        Of several it is the first in the order of the one-device twin's backward.
         """
         # By layer and role, the outputs that have a gradient on no rank.
         number, lost = self._step.number, set[tuple[str, str]]()

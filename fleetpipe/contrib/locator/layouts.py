@@ -1,9 +1,9 @@
 """Finds which shard of the twin's tensors, and which rows of its samples, a rank has.
 
 The twin is the same script on one device. ``match_samples`` finds the rows of each replica's
-micro-batches by their contents. ``layouts`` yields how a tensor may be split: this is not recorded,
-and follows from both shapes and from the numbers. ``FullTensors`` joins the ranks' shards to the
-tensors of one device.
+micro-batches by their contents. ``possible_layouts`` yields how a tensor may be split: this is not
+recorded, and follows from both shapes and from the numbers. ``FullTensors`` joins the ranks'
+shards to the tensors of one device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MOST_LAYOUTS = 24
 
 
 class SampleRows(NamedTuple):
-    """The twin's rows that one micro-batch of a replica has.
+    """The one-device twin's rows that one micro-batch of a replica has.
 
     Attributes:
         places: For each row of the micro-batch, the twin's row with the same content.
@@ -50,7 +50,7 @@ class SampleRows(NamedTuple):
 
 
 class SampleMatch(NamedTuple):
-    """Where the samples of a step of the job are in the twin's data.
+    """Where the samples of a step of the job are in the one-device twin's data.
 
     Attributes:
         rows: The twin's rows by replica and micro-batch; empty if samples cannot be told apart.
@@ -164,7 +164,7 @@ def is_sample(label: np.ndarray, key: TensorKey, twin: RankTensors) -> bool:
 def gather_twin_rows(
     rows: SampleRows, by_micro_batch: dict[int, np.ndarray], counts: int
 ) -> list[np.ndarray]:
-    """Returns the tensors of the twin that may have the rows of a replica's micro-batch.
+    """Returns the tensors of the one-device twin that may have the rows of a replica's micro-batch.
 
     Args:
         rows: The twin's rows with the micro-batch's contents.
@@ -231,7 +231,7 @@ class DimensionCut(NamedTuple):
 Layout = tuple[DimensionCut, ...]
 
 
-def layouts(
+def possible_layouts(
     full: Sequence[int], shard: Sequence[int], degrees: Mapping[str, int]
 ) -> Iterator[Layout]:
     """Yields the possible splits of a tensor, the likely ones first.
@@ -313,7 +313,7 @@ def possible_shards(
         coordinate: The rank's coordinate on each axis.
         degrees: The degree of each axis with a degree above 1.
     """
-    for layout in layouts(full.shape, shape, degrees):
+    for layout in possible_layouts(full.shape, shape, degrees):
         yield full[index_of_shard(full.shape, layout, coordinate, degrees)]
 
 
@@ -347,7 +347,7 @@ class FullTensors:
         Args:
             step: The step.
             name: The parameter.
-            like: The twin's own initial value, of the full shape.
+            like: The one-device twin's own initial value, of the full shape.
         """
         if step >= self._job.steps:
             return None
@@ -359,7 +359,7 @@ class FullTensors:
         Args:
             step: The step.
             name: The parameter.
-            like: The twin's own gradient, of the full shape.
+            like: The one-device twin's own gradient, of the full shape.
         """
         rate = TensorKey(step, "optimizer input", "", role="learning rate")
         gradients: list[np.ndarray | None] = []
@@ -376,7 +376,7 @@ class FullTensors:
         Args:
             name: The parameter.
             parts: By rank, what it has of the tensor: the full tensor, a shard, or None.
-            like: The twin's tensor.
+            like: The one-device twin's tensor.
         """
         full_tensors = [part for part in parts if part is not None and part.shape == like.shape]
         if full_tensors:
@@ -405,7 +405,7 @@ class FullTensors:
     def _layout_of(
         self, name: str, parts: Sequence[np.ndarray | None], like: np.ndarray
     ) -> Layout | None:
-        """Returns the layout under which ranks' parts are nearest to the twin's tensor.
+        """Returns the layout under which ranks' parts are nearest to the one-device twin's tensor.
 
         Args:
             name: The parameter.
@@ -445,11 +445,11 @@ class FullTensors:
         _, first = shards[0]
         return {
             layout: sum(gap(part, like[self._shard_index(r, layout, like)]) for r, part in shards)
-            for layout in layouts(like.shape, first.shape, self._job.degrees)
+            for layout in possible_layouts(like.shape, first.shape, self._job.degrees)
         }
 
     def unclear_layouts(self, drawn: Mapping[str, np.ndarray]) -> dict[str, bool]:
-        """Finds the parameters whose layout the twin's values do not show.
+        """Finds the parameters whose layout the one-device twin's values do not show.
 
         Args:
             drawn: The twin's parameters as the script draws them, before it is given the job's.
@@ -537,7 +537,7 @@ class FullTensors:
         first = next((part for part in parts if part is not None), None)
         if first is None:
             return None
-        possible = list(layouts(shape, first.shape, self._job.degrees))
+        possible = list(possible_layouts(shape, first.shape, self._job.degrees))
         full_samples = (samples or {}).items()
         if any(self._has_successive_pieces(key, replica, *sample) for sample in full_samples):
             possible.sort(key=lambda layout: any(cut.zigzag for cut in layout))

@@ -27,7 +27,7 @@ import numpy as np
 from fleetpipe.compare.differences import gap
 from fleetpipe.contrib import locator
 from fleetpipe.contrib.locator import CUT, Location, record
-from fleetpipe.contrib.locator.flow import Flow, StepBesideTwin, Tolerances
+from fleetpipe.contrib.locator.flow import LayerChecks, StepBesideTwin, Tolerances
 from fleetpipe.contrib.locator.layouts import FullTensors, SampleMatch, is_sample, match_samples
 from fleetpipe.contrib.locator.locate_options import SETTING, TIMEOUT, Setting
 from fleetpipe.contrib.locator.parameters import ParameterChecks
@@ -63,7 +63,7 @@ def first_difference(job: Record, twin: Record, perturbed: Record | None = None)
 
 
 class _Comparison:
-    """Compares one step of a job with the twin's, one phase of the step after another.
+    """Compares one step of a job with the one-device twin's, one phase of the step after another.
 
     Each ``_check_`` method returns the first difference of its phase, or None.
     """
@@ -73,10 +73,10 @@ class _Comparison:
 
         Args:
             step: The records of the step.
-            samples: The twin's rows that each micro-batch of the job has.
+            samples: The one-device twin's rows that each micro-batch of the job has.
         """
         self._step, self._samples = step, samples
-        self._flow, self._parameters = Flow(step, samples), ParameterChecks(step)
+        self._flow, self._parameters = LayerChecks(step, samples), ParameterChecks(step)
 
     def find_first(self) -> Location | None:
         """Finds the first difference in this step, in the order of computation."""
@@ -123,14 +123,21 @@ class _Comparison:
         if self._samples.wrong is not None:
             cause, replica = self._samples.wrong
             if cause is locator.OTHER_SAMPLES and step.reads_on:
-                raise _unmatched_samples_error(replica, step.number)
+                raise UsageError(
+                    f"the samples of replica {replica} cannot be compared with those of one device",
+                    where=f"step {step.number}, a loop without train_batch",
+                    cause="the script cuts them by a number of replicas that it does not ask Fleet "
+                    "for, so that on one device it reads those of one replica; or the sampler is "
+                    "wrong",
+                    fix="say how it runs on one device, with --twin NAME=VALUE or --twin-arguments",
+                )
             ranks = [n for n, rank in step.ranks.items() if step.job.replica(rank) == replica]
             words = cause.format(replica)
             return step.location("", "data", ranks, words, micro_batch=0, among=step.ranks)
         labels = [
             outcome
             for outcome in self._flow.outcomes("data")
-            if not outcome.right
+            if not outcome.is_right
             and outcome.key.role.startswith("label")
             and is_sample(outcome.rank.tensors[outcome.key], outcome.key, step.twin)
         ]
@@ -185,7 +192,9 @@ class _Comparison:
             # The last tensors before the loss only add up to the twin's: no rank has summed them.
             return flow.describe(flow.waiting)
         count = len(next(iter(shares.values())))
-        cause = locator.of_loss(ratio, tolerance, step.scales, count, flow.rows, step.degrees)
+        cause = locator.cause_of_wrong_loss(
+            ratio, tolerance, step.scales, count, flow.rows, step.degrees
+        )
         ranks = [rank.rank for rank in step.job.ranks if _losses_of_rank(rank, step.number)]
         wrong: list[tuple[int, int]] = []  # micro-batches and ranks
         for rank in step.job.ranks:
@@ -206,7 +215,7 @@ class _Comparison:
     def _distance_to_scale(self, ratio: float) -> float:
         """Returns the relative distance of a ratio of losses to the nearest of ``scales``.
 
-        A loss may be larger than the twin's by each of these factors without a fault.
+        A loss may be larger than the one-device twin's by each of these factors without a fault.
         """
         return min(abs(ratio / scale - 1) for scale in self._step.scales)
 
@@ -290,17 +299,6 @@ def _sum_losses(losses_of_ranks: Collection[Losses]) -> float:
     return sum(sum(losses.values()) for losses in losses_of_ranks)
 
 
-def _unmatched_samples_error(replica: int, step: int) -> UsageError:
-    """Returns the error for a twin that reads the samples of one replica only."""
-    return UsageError(
-        f"the samples of replica {replica} cannot be compared with those of one device",
-        where=f"step {step}, a loop without train_batch",
-        cause="the script cuts them by a number of replicas that it does not ask Fleet for, so "
-        "that on one device it reads those of one replica; or the sampler is wrong",
-        fix="say how it runs on one device, with --twin NAME=VALUE or --twin-arguments",
-    )
-
-
 def run(options: argparse.Namespace) -> int:
     """Runs a job and its twin and prints the result.
 
@@ -380,7 +378,7 @@ def find_difference(options: argparse.Namespace) -> tuple[Location | None, int]:
 
 
 def _read_earlier_twins(folder: Path) -> tuple[record.Record, record.Record]:
-    """Reads the twin and the perturbed twin of an earlier record.
+    """Reads the one-device twin and the perturbed twin of an earlier record.
 
     Raises:
         UsageError: The folder has no such record.
@@ -484,7 +482,7 @@ def locate(
 
 
 def _run_recorded(options: argparse.Namespace, setting: Setting) -> None:
-    """Runs the script in processes that record it, as a job or as a twin, to its end.
+    """Runs the script in processes that record it, as a job or as a one-device twin, to its end.
 
     Args:
         options: The arguments of the command.

@@ -16,7 +16,7 @@ from fleetpipe.compare.differences import gap, largest_of, same_numbers
 from fleetpipe.contrib import locator
 from fleetpipe.contrib.locator import Location
 from fleetpipe.contrib.locator.flow import StepBesideTwin
-from fleetpipe.contrib.locator.layouts import layouts
+from fleetpipe.contrib.locator.layouts import possible_layouts
 from fleetpipe.contrib.locator.record import LEFT, READ_ON, RankTensors
 from fleetpipe.mesh.axes import NORM, of_unequal
 
@@ -75,7 +75,7 @@ class ParameterChecks:
         return self._find_changed(ordered) if step else self._find_redrawn(full)
 
     def _find_other_names(self, full: Mapping[str, np.ndarray], names: set[str]) -> Location | None:
-        """Finds a parameter that the job lacks, or one that the twin never has.
+        """Finds a parameter that the job lacks, or one that the one-device twin never has.
 
         Args:
             full: The twin's parameters at the begin, by name.
@@ -125,7 +125,7 @@ class ParameterChecks:
         Args:
             name: The parameter.
             by_rank: By rank, its value of the parameter: the full tensor or a shard.
-            full: The twin's value; None if the twin has none.
+            full: The one-device twin's value; None if the twin has none.
         """
         axes = self._axes_splitting(by_rank, full) if full is not None else ()
         if self._step.number and not axes:
@@ -182,7 +182,7 @@ class ParameterChecks:
         return None
 
     def _find_redrawn(self, full: Mapping[str, np.ndarray]) -> Location | None:
-        """Finds a weight with another initial value than the twin's.
+        """Finds a weight with another initial value than the one-device twin's.
 
         A weight that is drawn at random counts only if most others of the rank equal the twin's:
         else the job draws in another order.
@@ -212,8 +212,8 @@ class ParameterChecks:
         """Finds ranks that begin backward with gradients that are left from the step before.
 
         Returns:
-            None if there are no such ranks, or if the twin begins with such gradients too: then the
-            script means to keep them.
+            None if there are no such ranks, or if the one-device twin begins with such gradients
+            too: then the script means to keep them.
         """
 
         def has_old(rank: RankTensors) -> bool:
@@ -230,8 +230,8 @@ class ParameterChecks:
         """Finds the first gradient, in backward's order, that is wrong before the reduction.
 
         Returns:
-            The position of its layer in the twin's backward, and the difference; None if all
-            gradients are right.
+            The position of its layer in the one-device twin's backward, and the difference; None if
+            all gradients are right.
         """
         firsts: list[tuple[float, Location]] = []
         # The twin's gradients after backward, and those by which its optimizer has stepped.
@@ -263,7 +263,7 @@ class ParameterChecks:
 
         Args:
             name: The parameter.
-            best: The sums of the ranks' gradients that are nearest to the twin's.
+            best: The sums of the ranks' gradients that are nearest to the one-device twin's.
             bad: The ranks whose sums are wrong.
             full: The twin's gradient.
             tolerance: The difference that rounding causes.
@@ -304,7 +304,7 @@ class ParameterChecks:
 
             These ranks differ from rank ``number`` only in their coordinates on these axes.
             """
-            members = self._step.members(number, (*chosen, "ep", "moe_sharding"), by_rank)
+            members = self._step.ranks_along(number, (*chosen, "ep", "moe_sharding"), by_rank)
             tensors = [by_rank[n] for n in members if by_rank[n].shape == by_rank[number].shape]
             summed: np.ndarray = np.sum([t.astype("float64") for t in tensors], axis=0)
             return summed
@@ -330,7 +330,7 @@ class ParameterChecks:
             # another rank steps the parameter for this one.
             right = [n for n, far in apart.items() if far <= tolerance]
             stepping = [n for n in self._ranks_stepping(name) if n in apart]
-            bad = [n for n in stepping if not self._step.members(n, ("sharding",), right)]
+            bad = [n for n in stepping if not self._step.ranks_along(n, ("sharding",), right)]
             if bad:
                 worst = max(apart.values())
                 return self._describe_reduction(name, expected[name], bad, worst, tolerance)
@@ -343,7 +343,7 @@ class ParameterChecks:
 
         Args:
             name: The parameter.
-            full: The twin's gradient.
+            full: The one-device twin's gradient.
             bad: The ranks whose gradients are wrong.
             worst: The largest relative difference.
             tolerance: The difference that rounding causes.
@@ -352,11 +352,13 @@ class ParameterChecks:
         tensor = by_rank[bad[0]]
         axes = self._best_sums[name].axes if name in self._best_sums else ()
         # After a reduction along an axis all of its ranks have the same gradient.
-        members = {axis: self._step.members(bad[0], (axis,), by_rank) for axis in axes}
+        members = {axis: self._step.ranks_along(bad[0], (axis,), by_rank) for axis in axes}
         # The axes along which the reduction is missing.
         missing = [a for a in axes if not all(same_numbers(tensor, by_rank[n]) for n in members[a])]
         ratio, shared = self._scale_factor(tensor, full, bad[0]), len(self._stages_with(name)) > 1
-        axis, cause = locator.of_reduction(self._step.degrees, axes, missing, ratio, name, shared)
+        axis, cause = locator.cause_of_wrong_reduction(
+            self._step.degrees, axes, missing, ratio, name, shared
+        )
         return self._describe(name, "reduction", bad, cause, axis, worst, tolerance)
 
     def _scale_factor(self, tensor: np.ndarray, full: np.ndarray, number: int) -> float | None:
@@ -364,7 +366,7 @@ class ParameterChecks:
 
         Args:
             tensor: The gradient of a rank.
-            full: The twin's gradient.
+            full: The one-device twin's gradient.
             number: The rank.
         """
         for expected in self._step.possible_shards(full, tensor.shape, number):
@@ -390,7 +392,7 @@ class ParameterChecks:
         return self._find_first_wrong("clip", NORM, "mp", "pp", "sharding", *self._step.degrees)
 
     def check_trained(self) -> Location | None:
-        """Finds a parameter that no optimizer has, unlike in the twin."""
+        """Finds a parameter that no optimizer has, unlike in the one-device twin."""
         trained = {name for names in self._optimized.values() for name in names}
         for name in self._twin.optimizer_parameters(self._rate):
             if trained and name not in trained and (ranks := self._ranks_with(name)):
@@ -398,7 +400,7 @@ class ParameterChecks:
         return None
 
     def check_learning_rate(self) -> Location | None:
-        """Finds ranks with another learning rate than the twin's."""
+        """Finds ranks with another learning rate than the one-device twin's."""
         rate = self._twin.tensors.get(self._rate)
         apart = {} if rate is None else self._step.gaps_of_ranks(self._rate, rate)
         return self._step.beyond_rounding("", "optimizer input", apart, 0.0, locator.RATE)
@@ -417,7 +419,7 @@ class ParameterChecks:
         return self._find_first_wrong("buffer", locator.BUFFER)
 
     def _find_first_wrong(self, phase: str, cause: str, *axes: str) -> Location | None:
-        """Finds the first tensor of a phase that differs from the twin's.
+        """Finds the first tensor of a phase that differs from the one-device twin's.
 
         Args:
             phase: The phase of the step.
@@ -452,7 +454,7 @@ class ParameterChecks:
             name: The parameter or buffer.
             phase: The phase of the step.
             by_rank: By rank, its tensor.
-            full: The twin's tensor.
+            full: The one-device twin's tensor.
             tolerance: The difference that rounding causes.
             cause: The likely cause, in a sentence.
             likely: As for :meth:`StepBesideTwin.beyond_rounding`.
@@ -530,7 +532,7 @@ class ParameterChecks:
         Of several possible layouts it is the first; () if none fits.
         """
         shape = next(iter(by_rank.values())).shape
-        layout = next(layouts(full.shape, shape, self._step.degrees), ())
+        layout = next(possible_layouts(full.shape, shape, self._step.degrees), ())
         return tuple(axis for cut in layout for axis in cut.axes)
 
     def _tolerance(self, phase: str, name: str, full: np.ndarray) -> float:

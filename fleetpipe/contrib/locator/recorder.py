@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -128,7 +128,7 @@ class Recorder:
 
     # Tensors
 
-    def put(self, key: TensorKey, tensor: Tensor | np.ndarray) -> None:
+    def store(self, key: TensorKey, tensor: Tensor | np.ndarray) -> None:
         """Stores a copy of a tensor."""
         array = tensor if isinstance(tensor, np.ndarray) else numbers_of(tensor.detach())
         self.recorded.tensors[key] = array
@@ -153,7 +153,7 @@ class Recorder:
             if source is not None:
                 sources.append(source[1])
             elif tensor.dtype in _FLOATS and math.prod(tensor.shape) > 1:
-                self.put(key(f"input {number}"), tensor)
+                self.store(key(f"input {number}"), tensor)
         outputs = list(tensors_of(output))
         for number, tensor in enumerate(outputs):
             if id(tensor) in self.made and self.made[id(tensor)][1].name == path:
@@ -161,14 +161,14 @@ class Recorder:
             if math.prod(tensor.shape) == 1 and len(outputs) == 1:
                 continue
             here = key(f"output {number}")
-            self.put(here, tensor)
+            self.store(here, tensor)
             self.recorded.sources[here] = sources
             if id(tensor) in self.made:
                 # The output of another layer too: its gradient is also that of its earlier uses.
                 continue
             self.made[id(tensor)] = tensor, here
             if not tensor.stop_gradient and tensor.dtype in _FLOATS:
-                tensor.register_hook(partial(self.put, here._replace(phase="gradient")))
+                tensor.register_hook(partial(self.store, here._replace(phase="gradient")))
 
     def next_mask_key(self, path: str) -> TensorKey:
         """Returns the key of the mask of a layer's next dropout, and counts the dropout."""
@@ -183,16 +183,16 @@ class Recorder:
             array = numbers_of(parameter.detach())
             last = self._last.get(name)
             if phase == "update" and name.rpartition(".")[2] in _STATISTICS:
-                self.put(TensorKey(self.step, "buffer", name, role="buffer"), array)
+                self.store(TensorKey(self.step, "buffer", name, role="buffer"), array)
             elif phase == "update" or last is None or last.tobytes() != array.tobytes():
-                self.put(TensorKey(self.step, phase, name, role="parameter"), array)
+                self.store(TensorKey(self.step, phase, name, role="parameter"), array)
             self._last[name] = array
 
     def store_gradients(self, phase: str) -> None:
         """Stores the present gradients of parameters as those of a phase."""
         for name, parameter in self.parameters().items():
             if parameter.grad is not None:
-                self.put(TensorKey(self.step, phase, name, role="gradient"), parameter.grad)
+                self.store(TensorKey(self.step, phase, name, role="gradient"), parameter.grad)
         self.stored_phases.add(phase)
 
     def forget_gradients(self) -> None:
@@ -205,23 +205,18 @@ class Recorder:
         """Stores gradients of the step before that are not cleared when backward begins."""
         for name, parameter in self.parameters().items():
             if parameter.grad is not None and bool((parameter.grad != 0).any()):
-                self.put(TensorKey(self.step, "gradient", name, role=record.LEFT), parameter.grad)
-
-    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and the tensor of each buffer of all models."""
-        for prefix, root in self._roots:
-            if isinstance(root, PipelineLayer):
-                trained = root.state.own_parameters()
-                named = [(n, t) for n, t in root.state.local_tensors().items() if n not in trained]
-            else:
-                named = list(root.named_buffers())
-            yield from ((prefix + name, tensor) for name, tensor in named)
+                self.store(TensorKey(self.step, "gradient", name, role=record.LEFT), parameter.grad)
 
     def store_state(self) -> None:
         """Stores parameters and buffers after the optimizer's step."""
         self.store_parameters("update")
-        for name, tensor in self._buffers():
-            self.put(TensorKey(self.step, "buffer", name, role="buffer"), tensor)
+        for prefix, root in self._roots:
+            buffers = root.named_buffers()
+            if isinstance(root, PipelineLayer):
+                trained, local = root.state.own_parameters(), root.state.local_tensors()
+                buffers = [(name, t) for name, t in local.items() if name not in trained]
+            for name, tensor in buffers:
+                self.store(TensorKey(self.step, "buffer", prefix + name, role="buffer"), tensor)
 
     def end_step(self) -> None:
         """Writes the step into its file.

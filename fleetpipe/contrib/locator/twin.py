@@ -52,7 +52,7 @@ class Feed:
         return self._job.replicas
 
     def set_parameters(self, step: int, parameters: Mapping[str, Tensor]) -> None:
-        """Sets the twin's parameters to the job's values at the beginning of a step."""
+        """Sets the one-device twin's parameters to the job's values at the beginning of a step."""
         for name, parameter in parameters.items():
             drawn = numbers_of(parameter.detach())
             value = self.full_tensors.parameter(step, name, drawn)
@@ -60,14 +60,14 @@ class Feed:
                 self._assign(parameter, drawn if value is None else value)
 
     def set_gradients(self, step: int, parameters: Mapping[str, Tensor]) -> None:
-        """Sets the twin's gradients to those by which the job's optimizers stepped."""
+        """Sets the one-device twin's gradients to those by which the job's optimizers stepped."""
         for name, parameter in parameters.items():
             if parameter.grad is not None:
                 value = self.full_tensors.gradient(step, name, numbers_of(parameter.grad))
                 if value is not None:
                     self._assign(parameter.grad, value)
 
-    def must_read_on(self, recorded: RankTensors, step: int) -> bool:
+    def lacks_samples(self, recorded: RankTensors, step: int) -> bool:
         """Whether the job's replicas have more samples in a step than the twin has read."""
         if self.replicas == 1 or step >= self._job.steps:
             return False
@@ -92,7 +92,7 @@ class Feed:
             rate.last_lr = value.item()
 
     def batch_of_all_replicas(self, step: int, data: Any, pipeline: PipelineParallel) -> Any:
-        """Returns the batch on which the twin trains a step.
+        """Returns the batch on which the one-device twin trains a step.
 
         Args:
             step: The step.

@@ -35,7 +35,7 @@ from fleetpipe.compare.differences import (
     largest_of,
     zeros_for_missing,
 )
-from fleetpipe.contrib.shadow.unshadowed import obstacle
+from fleetpipe.contrib.shadow.unshadowed import find_obstacle
 from fleetpipe.dygraph import PipelineParallel
 from fleetpipe.dygraph.backward.layer_state import buffers_kept
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches, ObservedBatch
@@ -51,7 +51,7 @@ from fleetpipe.paddle_api.eager_operations import move_to_new_memory, set_data
 from fleetpipe.paddle_api.layer import buffers_in, layer_at
 from fleetpipe.paddle_api.optimizer import clips_of_a_step, optimized_parameters
 from fleetpipe.paddle_api.tensor import has_memory, is_parameter
-from fleetpipe.parity.beside import Beside, as_the_next_batch
+from fleetpipe.parity.beside import ReferenceTrainer, random_numbers_of_batch
 from fleetpipe.parity.reference import Reference, compare_state, of_model
 from fleetpipe.schedules.action import GlobalMicroBatch
 
@@ -131,7 +131,7 @@ class Shadow(BatchObserver):
             CaptureError: The loss writes into a buffer of the model.
         """
         first = self._reference is None
-        if self._end_if_impossible(obstacle(self._pipeline, self._captures, batch, first)):
+        if self._end_if_impossible(find_obstacle(self._pipeline, self._captures, batch, first)):
             return
         reference = self._prepare(batch.optimizer)
         return_memory()
@@ -150,14 +150,14 @@ class Shadow(BatchObserver):
         except Exception as error:
             lacks_memory = isinstance(error, MemoryError) or "ResourceExhausted" in str(error)
             failure = _NO_MEMORY if lacks_memory else str(error).partition("\n")[0]
-        self._failure = _first_found(failure)
+        self._failure = _first_of_all_ranks(failure)
         if self._failure == _NO_MEMORY:
             self._end_if_impossible(_NO_MEMORY)
             return
         # The copy was trained, so that only the loss can have written into the model's buffers.
         now = self._digest_buffers().items()
         written = [name for name, digest in now if digest != buffers.get(name, digest)]
-        if written := _first_found(written) or []:
+        if written := _first_of_all_ranks(written) or []:
             put_back()
             self._end()
             raise CaptureError(
@@ -191,12 +191,12 @@ class Shadow(BatchObserver):
 
     def _train(self, reference: Reference, everyone: MicroBatches, batch: ObservedBatch) -> Nest:
         """Trains the plain model; the pipeline's loss functions keep their state."""
-        with as_the_next_batch(batch.keys), losses_kept(self._pipe.loss_functions()):
-            return Beside(self._pipeline, reference).train(everyone, batch.weights)
+        with random_numbers_of_batch(batch.keys), losses_kept(self._pipe.loss_functions()):
+            return ReferenceTrainer(self._pipeline, reference).train(everyone, batch.weights)
 
     def _end_if_impossible(self, obstacle: str | None) -> bool:
         """Ends the comparison if a rank has an obstacle, and returns whether. Collective."""
-        first = _first_found(obstacle)
+        first = _first_of_all_ranks(obstacle)
         if first is not None:
             log.once(
                 _log.warning, f"the first batches are not shadowed by the plain model: {first}"
@@ -243,7 +243,7 @@ class Shadow(BatchObserver):
             if earlier is not None:
                 right = earlier if right is None else right + earlier
             gap = _gradient_gap(gradient, right)
-            if gap and not rounding.carries(name, gap):
+            if gap and not rounding.explains(name, gap):
                 wrong.append(name)
         return wrong
 
@@ -362,11 +362,11 @@ class Shadow(BatchObserver):
         else:
             pipe.copy_to(self._reference.model)
             # On another rank a forward may have registered a buffer, which a new copy would have.
-            self._reference.take_hidden_buffers(pipe)
+            self._reference.copy_hidden_buffers(pipe)
             self._take_unsaved_buffers(self._reference)
         self._copies_optimizer = all(all_ranks().all_gather(_can_be_copied(optimizer)))
         drop_gradients(self._reference.model.parameters())
-        self._reference.take_switches(pipe)
+        self._reference.copy_switches(pipe)
         return self._reference
 
     def _take_unsaved_buffers(self, reference: Reference) -> None:
@@ -502,7 +502,7 @@ class Shadow(BatchObserver):
         self._reference = self._batch = None
 
 
-def _first_found(value: _Value | None) -> _Value | None:
+def _first_of_all_ranks(value: _Value | None) -> _Value | None:
     """Returns the first value of all ranks that is not empty; None if there is none. Collective."""
     return next(filter(None, all_ranks().all_gather(value)), None)
 

@@ -17,7 +17,7 @@ from fleetpipe.paddle_api.layer import forward_hooks
 _COPIED = (paddle.nn.Layer, paddle.Tensor, dict, list, set)
 
 
-def obstacle(
+def find_obstacle(
     pipeline: PipelineParallel, captures: StagedCaptures, batch: ObservedBatch, first: bool
 ) -> str | None:
     """Returns why the plain model cannot be trained beside a batch; None if it can.
@@ -33,7 +33,7 @@ def obstacle(
         return "the loss is trained too, and both would add to its gradients"
     if any(map(is_watched, pipe.state.own_parameters().values())):
         return "a parameter has a hook on its gradient, which a copy of it has not"
-    holder = _holds_on(captures.capturer.model)
+    holder = _find_layer_keeping_objects(captures.capturer.model)
     if holder is not None:
         return f"a function of {holder} holds on to what a copy has anew"
     if pipeline.model_parallel.ranks > 1:
@@ -54,7 +54,7 @@ def obstacle(
     return None
 
 
-def _holds_on(model: Layer) -> str | None:
+def _find_layer_keeping_objects(model: Layer) -> str | None:
     """Returns the path of a layer with a function that refers to objects of the model, or None.
 
     A deep copy duplicates these objects, but shares the function, which would use the originals.

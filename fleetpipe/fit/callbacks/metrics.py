@@ -19,7 +19,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -103,18 +103,18 @@ class TraceSteps(rank_policy.Callback):
                 rank_policy.say(summary)
 
 
-class Busy:
+class BusyTimes:
     """An observer of the engine that adds up the time that actions take on each rank."""
 
     def __init__(self) -> None:
-        # By rank: the begin and the end of the step's actions; seconds since the last take().
+        # By rank: the begin and the end of the step's actions; seconds since the last take_times().
         self._begins: dict[int, float] = {}
         self._ends: dict[int, float] = {}
         self._busy: defaultdict[int, float] = defaultdict(float)
         self._spans: defaultdict[int, float] = defaultdict(float)
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
-        """See :class:`fleetpipe.engine.observer.Observer`."""
+        """Returns an instruction that also measures the time of an action on its rank."""
         if not isinstance(op, Action):
             return instruction
         rank = played.rank
@@ -132,7 +132,7 @@ class Busy:
             self._spans[rank] += self._ends[rank] - start
         self._begins.clear()
 
-    def take(self) -> list[tuple[int, float, float]]:
+    def take_times(self) -> list[tuple[int, float, float]]:
         """Returns the times of each rank since the last call: (rank, seconds of span, of work)."""
         times = [(rank, span, self._busy[rank]) for rank, span in self._spans.items()]
         self._spans.clear()
@@ -169,7 +169,7 @@ class ThroughputMonitor(rank_policy.Callback):
         self._every = log_freq
         self._tokens = tokens_per_sample
         self._verbose = verbose
-        self._busy = Busy()
+        self._busy = BusyTimes()
         self._clock = device_clock()
         self._watching = False
         self._samples = 0
@@ -211,7 +211,7 @@ class ThroughputMonitor(rank_policy.Callback):
             self.figures["tokens_per_second"] = rate * self._tokens
         held = self.model.pipeline.peak_held
         counts_by_rank = {str(rank): count for rank, count in held.items()}
-        gathered = self.model.gather([self._busy.take(), counts_by_rank, peak_memory()])
+        gathered = self.model.gather([self._busy.take_times(), counts_by_rank, peak_memory()])
         most: defaultdict[int, int] = defaultdict(int)
         for _, counts, _ in gathered:
             for rank, count in counts.items():
@@ -239,16 +239,6 @@ def peak_memory() -> int:
     if device_kind() == "gpu":
         return int(paddle.device.cuda.max_memory_allocated())
     return systems.resident_bytes(peak=True)
-
-
-class Sink(Protocol):
-    """Writes rows of metrics, which are dicts with ``step`` and ``phase``, in one format."""
-
-    def write(self, row: dict[str, Any]) -> None:
-        """Writes a row."""
-
-    def close(self) -> None:
-        """Closes the file or the connection; no row follows."""
 
 
 class MetricsLogger(rank_policy.Callback):
@@ -288,11 +278,14 @@ class MetricsLogger(rank_policy.Callback):
         self._every = log_freq
         self._formats = [formats] if isinstance(formats, str) else list(formats)
         for name in self._formats:
-            if name not in _sinks():
-                raise ConfigError(f"there is no format {name!r}", fix=nearest(name, _sinks()))
+            if name not in _writers_by_format():
+                raise ConfigError(
+                    f"there is no format {name!r}", fix=nearest(name, _writers_by_format())
+                )
         extra("callbacks").require_packages(self._formats)
         self._config = dict(config or {})
-        self._sinks: list[Sink] = []
+        #: The writers of rows, one for each format.
+        self._sinks: list[Any] = []
         self._epoch = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -301,7 +294,7 @@ class MetricsLogger(rank_policy.Callback):
         write_about(self._folder, self.model, self.params, self._config)
         begin_attempt(self._folder, self.model.global_step)
         step = self.model.global_step
-        sinks = _sinks()
+        sinks = _writers_by_format()
         self._sinks = [sinks[name](self._folder, step, self._config) for name in self._formats]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -383,7 +376,7 @@ class _Csv:
         """Writes a line for each number of a row."""
         keys = {name: row[name] for name in self._COLUMNS[:4]}
         self._table.writerows(
-            {**keys, "name": n, "value": v} for n, v in extra("callbacks").numbers(row)
+            {**keys, "name": n, "value": v} for n, v in extra("callbacks").iterate_figures(row)
         )
         self._file.flush()
 
@@ -391,8 +384,11 @@ class _Csv:
         self._file.close()
 
 
-def _sinks() -> dict[str, Any]:
-    """Returns the class of :class:`Sink` for each format, by the format's name."""
+def _writers_by_format() -> dict[str, Any]:
+    """Returns the class that writes rows in a format, by the format's name.
+
+    Its ``write`` takes a row, a dict with ``step`` and ``phase``; ``close`` ends the file.
+    """
     return {"jsonl": _JsonLines, "csv": _Csv, **extra("callbacks").TRACKERS}
 
 
@@ -453,7 +449,15 @@ def write_about(
             "allow": list(job.allow.entries),
         },
         "schedule": {"name": schedule.name, "text": str(schedule)},
-        "stages": _stage_descriptions(model),
+        "stages": [
+            {
+                "stage": part.stage,
+                "rank": schedule.placement.rank_of(part.stage),
+                "layers": [layer.name for layer in part.layers],
+                "parameters": part.parameters,
+            }
+            for part in model.network.counted_partition().stages
+        ],
         "config": dict(config),
     }
     text = json.dumps(about, indent=1, default=str, skipkeys=True)
@@ -487,17 +491,3 @@ def _append_line(folder: Path, event: str, step: int, **more: int) -> None:
     """Appends a line to ``lives.jsonl``."""
     line = {"event": event, "life": attempt_files.number(), "time": time.time(), "step": step}
     run_files.append_line(folder / run_files.ATTEMPTS, {**line, "process": _PROCESS, **more})
-
-
-def _stage_descriptions(model: Any) -> list[dict[str, Any]]:
-    """Returns rank, layers and number of parameters of each stage, for ``run.json``."""
-    placement = model.pipeline.schedule.placement
-    return [
-        {
-            "stage": part.stage,
-            "rank": placement.rank_of(part.stage),
-            "layers": [layer.name for layer in part.layers],
-            "parameters": part.parameters,
-        }
-        for part in model.network.counted_partition().stages
-    ]

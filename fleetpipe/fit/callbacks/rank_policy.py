@@ -66,7 +66,7 @@ class LRScheduler(paddle.callbacks.LRScheduler):
             super().on_train_batch_end(step, logs)
 
 
-class Elsewhere(Callback):
+class NoCallback(Callback):
     """Does nothing, in place of a callback that runs on another rank."""
 
 
@@ -94,7 +94,7 @@ def _callback_of_rank(callback: Any, is_rank: Callable[[str], bool]) -> Any:
             fix="leave it out: callbacks run on every rank",
         )
     if rank != "all" and not is_rank(rank):
-        return Elsewhere()
+        return NoCallback()
     stock = paddle.callbacks.ModelCheckpoint
     if isinstance(callback, stock) and not isinstance(callback, ModelCheckpoint):
         return ModelCheckpoint(callback.save_freq, callback.save_dir)

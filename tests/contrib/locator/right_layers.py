@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import paddle
 from paddle import nn
-from paddle.incubate.distributed.models.moe import MoELayer
 from paddle.nn import functional
 
 from fleetpipe import fleet
@@ -22,9 +21,8 @@ from fleetpipe.fleet.meta_parallel import (
 if TYPE_CHECKING:
     from tests.contrib.locator.right_programs import Program
 
-HEADS, EXPERTS, PLACES = 4, 4, 8
+HEADS, EXPERTS, PLACES, WIDTH = 4, 4, 8, 8
 parts: Any = fleet.utils.sequence_parallel_utils
-recompute: Any = fleet.utils.recompute
 tracker_of: Any = get_rng_state_tracker
 
 
@@ -33,8 +31,8 @@ class Embedding(nn.Layer):
 
     def __init__(self, program: Program, vocabulary: int) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(vocabulary, program.width)
-        self.positions = nn.Embedding(PLACES, program.width)
+        self.tokens = nn.Embedding(vocabulary, WIDTH)
+        self.positions = nn.Embedding(PLACES, WIDTH)
         self.in_parts = program.in_parts
 
     @property
@@ -68,7 +66,7 @@ class Products(nn.Sequential):
     """Two products."""
 
     def __init__(self, program: Program) -> None:
-        width, (column, row) = program.width, products(program)
+        width, (column, row) = WIDTH, products(program)
         up, down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
         if "mp" in program.axes:
             up = column(width, 2 * width, has_bias=True, gather_output=False)
@@ -76,18 +74,18 @@ class Products(nn.Sequential):
         super().__init__(up, nn.GELU(), down)
 
 
-def expert(width: int) -> nn.Layer:
+def expert() -> nn.Layer:
     """Returns an expert."""
-    return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
 
 
 class Routed(nn.Layer):
     """A router of the user's, and experts."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.router = nn.Linear(program.width, EXPERTS)
-        self.mixture = Experts(lambda: expert(program.width), EXPERTS)
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.mixture = Experts(expert, EXPERTS)
         self.loss: Any = None
 
     def forward(self, x: Any) -> Any:
@@ -102,26 +100,13 @@ class Routed(nn.Layer):
         return loss
 
 
-class Stock(MoELayer):
-    """Paddle's mixture, with the gate whose numbers do not depend on the ranks."""
-
-    def __init__(self, program: Program) -> None:
-        topology: Any = fleet.get_hybrid_communicate_group()
-        group = topology.get_expert_parallel_group()
-        ranks = topology.get_expert_parallel_world_size()
-        experts = nn.LayerList([expert(program.width) for _ in range(EXPERTS // ranks)])
-        gate = {"type": "naive", "top_k": 2}
-        super().__init__(program.width, experts, gate, moe_group=group)
-
-
 class Block(nn.Layer):
     """Attention and two products, or experts."""
 
     def __init__(self, program: Program) -> None:
         super().__init__()
-        width, (column, row) = program.width, products(program)
+        width, (column, row) = WIDTH, products(program)
         self.heads, self.in_parts = HEADS, program.in_parts
-        self.recomputes = program.recomputes and program.loop
         self.before, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv: Any = nn.Linear(width, 3 * width)
         self.out: Any = nn.Linear(width, width)
@@ -129,17 +114,13 @@ class Block(nn.Layer):
             self.heads = share_of(HEADS, "num_heads")
             self.qkv = column(width, 3 * width, has_bias=True, gather_output=False)
             self.out = row(width, width, has_bias=True, input_is_parallel=True)
-        kinds = {"": Products, "routed": Routed, "stock": Stock}
-        self.inner = kinds[program.mixture](program)
+        self.inner = Routed() if program.mixture else Products(program)
         self.dropout = nn.Dropout(program.dropout)
         if self.in_parts:
             for parameter in [*self.before.parameters(), *self.after.parameters()]:
                 parts.mark_as_sequence_parallel_parameter(parameter)
 
     def forward(self, x: Any) -> Any:
-        return recompute(self.once, x) if self.recomputes else self.once(x)
-
-    def once(self, x: Any) -> Any:
         x = x + self.dropped(self.attended(self.before(x)))
         return x + self.dropped(self.inner(self.after(x)))
 

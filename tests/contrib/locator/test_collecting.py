@@ -26,7 +26,7 @@ from fleetpipe.contrib.locator.layouts import (
     FullTensors,
     Layout,
     index_of_shard,
-    layouts,
+    possible_layouts,
 )
 from fleetpipe.contrib.locator.locate_command import _await_end, first_difference
 from fleetpipe.contrib.locator.locate_options import Setting
@@ -360,7 +360,7 @@ def test_a_rank_has_the_rows_of_its_coordinate(layout: Layout, rows: list[int]) 
 
 def test_all_ranks_parts_make_the_whole() -> None:
     degrees = {"mp": 2}
-    for layout in layouts(WHOLE.shape, (4, 6), degrees):
+    for layout in possible_layouts(WHOLE.shape, (4, 6), degrees):
         whole = np.zeros_like(WHOLE)
         for rank in range(2):
             places = index_of_shard(WHOLE.shape, layout, {"mp": rank}, degrees)
@@ -369,14 +369,14 @@ def test_all_ranks_parts_make_the_whole() -> None:
 
 
 def test_shapes_that_no_degree_explains_are_no_parts() -> None:
-    assert not list(layouts((8, 6), (3, 6), {"mp": 2}))
-    assert not list(layouts((8, 6), (8,), {"mp": 2}))
-    assert list(layouts((8, 6), (8, 6), {"mp": 2})) == [()]
+    assert not list(possible_layouts((8, 6), (3, 6), {"mp": 2}))
+    assert not list(possible_layouts((8, 6), (8,), {"mp": 2}))
+    assert list(possible_layouts((8, 6), (8, 6), {"mp": 2})) == [()]
 
 
 def test_the_way_in_which_two_axes_split_two_dimensions_is_among_those_that_are_tried() -> None:
     degrees = {"mp": 2, "cp": 2}
-    ways = list(layouts((24, 2, 48), (12, 2, 24), degrees))
+    ways = list(possible_layouts((24, 2, 48), (12, 2, 24), degrees))
     assert (DimensionCut(0, ("cp",), zigzag=True), DimensionCut(2, ("mp",))) in ways
 
 
