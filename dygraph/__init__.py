@@ -30,15 +30,11 @@ if TYPE_CHECKING:
     from fleetpipe.contrib.vocabulary import VocabularyLoss as VocabularyLoss
     from fleetpipe.contrib.vocabulary import vocabulary_cross_entropy as vocabulary_cross_entropy
 else:
+    _NAMES = ("VocabularyEmbedding", "VocabularyHead", "VocabularyLoss", "vocabulary_cross_entropy")
     __getattr__ = late(
         {
-            "VocabularyEmbedding": "fleetpipe.contrib.vocabulary",
-            "VocabularyHead": "fleetpipe.contrib.vocabulary",
-            "VocabularyLoss": "fleetpipe.contrib.vocabulary",
-            "experts": "fleetpipe.contrib.experts",
-            "sequences": "fleetpipe.contrib.sequences",
-            "slices": "fleetpipe.contrib.slices",
-            "vocabulary_cross_entropy": "fleetpipe.contrib.vocabulary",
+            **dict.fromkeys(_NAMES, "fleetpipe.contrib.vocabulary"),
+            **{name: f"fleetpipe.contrib.{name}" for name in ("experts", "sequences", "slices")},
         }
     )
 

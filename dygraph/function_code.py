@@ -102,7 +102,7 @@ def variables_of(function: FunctionType) -> dict[str, object]:
     return {name: variables[name] for name in names if name in variables}
 
 
-def held_by(function: FunctionType) -> list[object]:
+def closure_values(function: FunctionType) -> list[object]:
     """Returns the values in a function's closure, and the defaults of its arguments."""
     # An unbound cell has no contents.
     cells = [c.cell_contents for c in function.__closure__ or () if hasattr(c, "cell_contents")]
@@ -119,10 +119,9 @@ def draws_python(function: Callable[[Nest], Nest]) -> bool:
     def code_draws(code: Any) -> bool:
         return _answer_once(_answers_by_code, code, lambda: _reaches_generator(code))
 
-    def function_draws() -> bool:
-        return any(map(code_draws, _iterate_code(function)))
-
-    return _answer_once(_answers_by_function, function, function_draws)
+    return _answer_once(
+        _answers_by_function, function, lambda: any(map(code_draws, _iterate_code(function)))
+    )
 
 
 def _answer_once(answers: _Answers, value: Any, decide: Callable[[], bool]) -> bool:
@@ -190,7 +189,7 @@ def _names_and_values(
     if isinstance(value, types.FunctionType):
         code = value.__code__
         modules = [sys.modules.get(name) for name in imports_in(code)]
-        return names_in(code), [*variables_of(value).values(), *held_by(value), *modules]
+        return names_in(code), [*variables_of(value).values(), *closure_values(value), *modules]
     if isinstance(value, types.ModuleType):
         return names, [v for name, v in vars(value).items() if names is None or name in names]
     members = [vars(base) for base in getattr(value, "__mro__", ()) if not _is_skipped(base)]

@@ -6,7 +6,7 @@ attribute ``main_grad``, and ``grad`` stays empty.
 
 ``paddle.grad`` in a forward or a loss cannot differentiate by a tensor of another stage. A physics
 loss, for example, differentiates the model's output by its input, but the operations between the
-two are in the graphs of several stages: :func:`grad_across_stages` returns the error.
+two are in the graphs of several stages: :func:`grad_across_stages_error` returns the error.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def divide_gradients(parameters: Iterable[Tensor], divisor: int) -> None:
             set_gradient(parameter, gradient / divisor)
 
 
-def cause_of_backward(error: Exception) -> Exception:
+def explain_backward_error(error: Exception) -> Exception:
     """Returns the error to raise for an error of a backward: a clear one if its cause is known."""
     kernel = re.search(r"function .* is not implemented for data type `\w+`", str(error))
     if kernel:
@@ -88,10 +88,10 @@ def cause_of_backward(error: Exception) -> Exception:
             "a layer that computes in a dtype which this device lacks",
             fix="labels.astype('int64'), or soft_label=True of a loss that takes shares",
         )
-    return graph_of_another_backward() if "backward twice" in str(error) else error
+    return second_backward_error() if "backward twice" in str(error) else error
 
 
-def graph_of_another_backward() -> BoundaryError:
+def second_backward_error() -> BoundaryError:
     """Returns the error of a backward that reaches the graph of an earlier backward."""
     return BoundaryError(
         "a backward came to operations that an earlier one has run through",
@@ -112,7 +112,7 @@ def is_raised_in_paddle_grad(error: Exception) -> bool:
     )
 
 
-def grad_across_stages(error: Exception, where: str, value: Nest) -> BoundaryError:
+def grad_across_stages_error(error: Exception, where: str, value: Nest) -> BoundaryError:
     """Returns the error to raise if ``paddle.grad`` failed in the forward of a stage.
 
     Args:

@@ -56,7 +56,7 @@ def _append_tensors(value: Nest, tensors: list[Tensor]) -> None:
 
 
 def tensors_by_place(value: Nest) -> dict[str, Tensor]:
-    """Returns the tensors in a value by their paths: ``{"[0]['mask']": tensor}``."""
+    """Returns the tensors in a nested value by their paths: ``{"[0]['mask']": tensor}``."""
     return {
         "".join(f"[{step!r}]" for step in path): leaf
         for path, leaf in leaves(value)
@@ -64,7 +64,7 @@ def tensors_by_place(value: Nest) -> dict[str, Tensor]:
     }
 
 
-def has_gradient(tensor: Tensor) -> bool:
+def needs_gradient(tensor: Tensor) -> bool:
     """Whether backward may start from a tensor: the tensor needs a gradient, and is no integer."""
     # The indices of topk, for example, are integers without stop_gradient.
     return not tensor.stop_gradient and tensor.dtype not in _INTEGER_DTYPES
@@ -80,7 +80,7 @@ def differentiable(value: Nest, roots: bool = False) -> list[Tensor]:
     """
     if isinstance(value, paddle.Tensor) and not roots:
         return [] if value.stop_gradient else [value]
-    return [t for t in tensors_of(value) if (has_gradient(t) if roots else not t.stop_gradient)]
+    return [t for t in tensors_of(value) if (needs_gradient(t) if roots else not t.stop_gradient)]
 
 
 def rebuild(container: Nest, items: Iterable[Nest]) -> Nest:
@@ -121,10 +121,7 @@ def replace(value: Nest, replacements: Mapping[int, Tensor]) -> Nest:
 
 
 def copies_of(value: Nest) -> dict[int, Tensor]:
-    """Returns a copy of each tensor in a value, by the ids of the originals.
-
-    See :func:`fleetpipe.paddle_api.tensor.copy_of`.
-    """
+    """Returns a copy of each tensor in a nested value, by the ids of the originals."""
     return {id(tensor): copy_of(tensor) for tensor in tensors_of(value)}
 
 

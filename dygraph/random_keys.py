@@ -85,7 +85,7 @@ _QUIET_LAYERS = frozenset(
 _keys: Keys | None = None
 
 
-def key(*parts: int) -> int:
+def hash_to_seed(*parts: int) -> int:
     """Returns a seed of 63 bits, a hash of whole numbers in their order.
 
     Each part goes through the finalizer of SplitMix64 (Steele, Lea, Flood: Fast Splittable
@@ -177,7 +177,7 @@ class Keys:
         self._python_states: PythonStates | None = None
 
     def agree(self, group: Group) -> None:
-        """Adopts the seed of the first rank of a group. Collective over it.
+        """Takes over the batch's seed of the first rank of a group. Collective over the group.
 
         A stream of Paddle's tracker that has one seed on all ranks gets one seed in the batch, too;
         any other stream gets another seed on each rank.
@@ -197,7 +197,7 @@ class Keys:
         )
 
     def enter(self, layer: int, *functions: Callable[..., Any]) -> None:
-        """Seeds the generators for a call of layer ``layer`` of the whole list.
+        """Seeds the generators for a call of layer ``layer``, as numbered in the whole model.
 
         Args:
             layer: The number of the layer, or LOSS.
@@ -209,7 +209,7 @@ class Keys:
         self._enter((layer, self.micro_batch), self._kinds_by_functions[called][1])
 
     def _enter(self, stream: tuple[int, ...], draws: DrawKinds) -> None:
-        """Begins the call with a stream, and seeds the generators from which the call draws."""
+        """Begins a call that draws from a stream, and seeds the generators that it uses."""
         self._call, self._streams_in_backward = stream, 0
         self._streams.clear()
         if self._python_states is not None:
@@ -217,7 +217,7 @@ class Keys:
         if draws.any:
             if draws.python and not self.python:
                 self._python_states = PythonStates()
-            self._seed_generators(key(self._batch_seed, *stream))
+            self._seed_generators(hash_to_seed(self._batch_seed, *stream))
 
     @contextmanager
     def within(self, stream: tuple[int, ...], *functions: Callable[..., Any]) -> Iterator[None]:
@@ -249,7 +249,7 @@ class Keys:
         return (*self._call, BACKWARD, self._streams_in_backward)
 
     def leave(self) -> None:
-        """Restores Python's and NumPy's generators, if they were seeded for the current call."""
+        """Restores Python's and NumPy's generators, if the current call has seeded them."""
         if self._python_states is not None:
             self._python_states.put_back()
             self._python_states = None
@@ -270,7 +270,7 @@ class Keys:
             rank = 0 if name in self._streams_common_to_shards else self._mp_rank
             self.common_streams |= self._streams_common_to_shards & {name}
             numbers = call or (LOSS, self.micro_batch)
-            self._seed_generators(key(self._batch_seed, *numbers, rank, name_hash))
+            self._seed_generators(hash_to_seed(self._batch_seed, *numbers, rank, name_hash))
         try:
             yield
         finally:
@@ -279,7 +279,7 @@ class Keys:
             states.put_back()
 
     def suspend(self) -> Callable[[], None]:
-        """Returns a function that restores the current call after other code has made calls.
+        """Returns a function that undoes later changes of the call, micro-batch and streams.
 
         It does not restore the generators.
         """
@@ -303,12 +303,12 @@ class Keys:
             generator.manual_seed(seed)
 
 
-def current() -> Keys | None:
+def current_keys() -> Keys | None:
     """Returns the seeds of the batch that runs; None outside of batches and with rng="fleet"."""
     return _keys
 
 
-def draw(mode: str, python: bool = False, part: int = 0, training: bool = True) -> Keys | None:
+def draw_keys(mode: str, python: bool = False, part: int = 0, training: bool = True) -> Keys | None:
     """Draws the seeds of the batch that begins; None if ``mode`` is "fleet".
 
     The seed of a training batch is drawn from Paddle's CPU generator. That of an evaluation is too,
@@ -326,8 +326,8 @@ def draw(mode: str, python: bool = False, part: int = 0, training: bool = True) 
     number = draw_on_host(2**31 - 1)
     if states is not None:
         states.put_back()
-        number = key(number, _EVALUATION, next_pass_number())
-    return Keys(key(number, part) if part else number, python)
+        number = hash_to_seed(number, _EVALUATION, next_pass_number())
+    return Keys(hash_to_seed(number, part) if part else number, python)
 
 
 @contextmanager
@@ -337,7 +337,7 @@ def under_keys(keys: Keys | None, group: Group) -> Iterator[None]:
     Collective.
 
     Args:
-        keys: The result of :func:`draw`; None changes nothing.
+        keys: The result of :func:`draw_keys`; None changes nothing.
         group: The ranks that hold shards of one layer; they adopt the first rank's seed.
     """
     global _keys
@@ -411,7 +411,7 @@ class RandomStates:
         self._python.put_back()
 
 
-def suspend() -> Callable[[], None]:
+def suspend_random_states() -> Callable[[], None]:
     """Returns a function that restores the current random states, and the current call."""
     states, resume_call = RandomStates(), None if _keys is None else _keys.suspend()
 
@@ -426,7 +426,7 @@ def suspend() -> Callable[[], None]:
 @contextmanager
 def random_states_kept() -> Iterator[None]:
     """At its end, restores the states of all generators and the current call."""
-    resume = suspend()
+    resume = suspend_random_states()
     try:
         yield
     finally:
@@ -435,28 +435,28 @@ def random_states_kept() -> Iterator[None]:
 
 def enter_loss(functions: Sequence[Callable[..., Any]]) -> None:
     """Seeds the generators for the loss functions of the micro-batch whose layers have run."""
-    if (keys := current()) is not None:
+    if (keys := current_keys()) is not None:
         keys.enter(LOSS, *functions)
 
 
 def enter_backward(micro_batch: GlobalMicroBatch) -> None:
-    """Called before a backward: from now on hooks of parameters draw for this micro-batch."""
-    if (keys := current()) is not None:
+    """Makes hooks on gradients of parameters draw for this micro-batch, whose backward begins."""
+    if (keys := current_keys()) is not None:
         keys.micro_batch = micro_batch
 
 
-def in_earlier_backward(micro_batches: int) -> AbstractContextManager[None]:
-    """Returns a context in which hooks of parameters draw for an earlier micro-batch.
+def earlier_backward_context(micro_batches: int) -> AbstractContextManager[None]:
+    """Returns a context in which hooks on gradients of parameters draw for an earlier micro-batch.
 
     Args:
         micro_batches: By how many micro-batches it is earlier.
     """
-    if (keys := current()) is None:
+    if (keys := current_keys()) is None:
         return nullcontext()
     return replaced((keys, "micro_batch", GlobalMicroBatch(keys.micro_batch - micro_batches)))
 
 
-def in_step(optimizer: Optimizer, stage: int, shard: int) -> AbstractContextManager[None]:
+def optimizer_stream(optimizer: Optimizer, stage: int, shard: int) -> AbstractContextManager[None]:
     """Returns the context of an optimizer's step, in which the optimizer has its own stream.
 
     Args:
@@ -464,16 +464,16 @@ def in_step(optimizer: Optimizer, stage: int, shard: int) -> AbstractContextMana
         stage: The first stage of this process, since ranks with other stages draw other numbers.
         shard: The number of this rank's shard of the optimizer's state, for the same reason.
     """
-    keys = current()
+    keys = current_keys()
     return nullcontext() if keys is None else keys.within((STEP, stage, shard), optimizer)
 
 
-def in_apply(
+def alike_in_apply(
     names: Callable[[Layer], str], function: Callable[[Layer], object]
 ) -> Callable[[Layer], None]:
     """Returns ``function`` so that it draws the same numbers for a layer on any rank.
 
-    ``in_apply`` draws one number from Paddle's CPU generator.
+    This call draws one number from Paddle's CPU generator.
 
     Args:
         names: Returns the fully qualified name of a layer.
@@ -504,14 +504,14 @@ def keyed_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Callable[[Tenso
         tensor.keyed_hooks = number = getattr(tensor, "keyed_hooks", 0) + 1
         call_stream, parameter = None, id(tensor)
     else:
-        keys = current()
+        keys = current_keys()
         call_stream = None if keys is None else keys.next_stream_in_backward()
         if call_stream is None:
             return hook
 
     @functools.wraps(hook)
     def keyed(grad: Tensor) -> Any:
-        if (keys := current()) is None:
+        if (keys := current_keys()) is None:
             return hook(grad)
         stream = call_stream
         if stream is None:
@@ -525,7 +525,7 @@ def keyed_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Callable[[Tenso
 
 def _stream_of_pylayer(kind: type) -> tuple[int, ...] | None:
     """Returns the stream of a ``PyLayer``'s backward, when its forward runs; None for no stream."""
-    keys = None if kind.__module__.startswith("fleetpipe.") else current()
+    keys = None if kind.__module__.startswith("fleetpipe.") else current_keys()
     return None if keys is None else keys.next_stream_in_backward()
 
 
@@ -533,7 +533,7 @@ def _in_stream_of_pylayer(
     stream: tuple[int, ...] | None, backward: Callable[..., Any]
 ) -> AbstractContextManager[None]:
     """Returns a context in which a ``PyLayer``'s backward draws from ``stream``, if it has one."""
-    keys = None if stream is None else current()
+    keys = None if stream is None else current_keys()
     return nullcontext() if keys is None or stream is None else keys.within(stream, backward)
 
 

@@ -35,20 +35,20 @@ _NOTHING = nullcontext()
 
 
 class ParameterSlot(NamedTuple):
-    """Where a layer has a parameter: its dict of parameters, and the name there."""
+    """Where a layer has a parameter: the layer's dict of parameters, and the name in it."""
 
     table: dict[str, Tensor]
     name: str
 
 
 class Use(NamedTuple):
-    """A use of a parameter by a layer of the list, with a gradient of its own.
+    """One layer's use of a parameter, with a gradient of its own.
 
     If a parameter has several uses, another tensor with the same memory, its stand-in, takes its
     place in some layers, and has the gradient of the use.
 
     Attributes:
-        number: The layer's number in the whole list.
+        number: The layer's number in the whole model.
         parameter: The parameter.
         source: The tensor that gets gradients from autograd: the parameter, or a stand-in.
         total: The tensor whose gradient becomes the sum over all micro-batches: the parameter, or a
@@ -62,7 +62,7 @@ class Use(NamedTuple):
 
 
 class Uses:
-    """The uses of the parameters of this process, in one batch.
+    """Which layers of this process use which parameters, in one batch.
 
     Attributes:
         of_stage: The uses of each stage.
@@ -104,14 +104,25 @@ class Uses:
             self._add(stage, number, parameter)
 
     def _add(self, stage: int, number: int, parameter: Tensor) -> None:
-        """Adds a use of a parameter by layer ``number``; with a stand-in if there are several."""
+        """Adds the use of a parameter by layer ``number``, with a stand-in if it has several."""
         uses = self.several.get(id(parameter))
         if uses is None:
             if is_watched(parameter):
-                self._hook_removers.append(_copy_behind_hooks(parameter))
+                # The result of the last hook becomes the gradient, whose memory is taken away
+                # later. Without a copy, a tensor that a user's hook stores would become empty.
+                count_own_hook(parameter)
+                hook = parameter.register_hook(lambda grad: grad.clone())
+                self._hook_removers.append(hook.remove)
             self.of_stage[stage].append(Use(number, parameter, parameter, parameter))
             return
-        _refuse_hooks(parameter, stage)
+        if hasattr(parameter, "main_grad") or is_watched(parameter):
+            raise ConfigError(
+                "with sums by a tree the uses of a tied weight have gradients of their own, which "
+                "a hook on the gradient of the weight does not see",
+                where=f"stage {stage}, parameter {parameter.name}",
+                got="a hook, or a main_grad, on a parameter that several layers use",
+                fix="leave the hook out, or fleetpipe_configs['sums'] = 'running'",
+            )
         total = parameter_on_same_memory(parameter)
         first = all(use.parameter is not parameter for use in self.of_stage[stage])
         if not first:
@@ -136,7 +147,7 @@ class Uses:
             if total is not None:
                 set_gradient(uses[0].parameter, total.clone() if len(uses) == 1 else total)
 
-    def running(self, number: int) -> AbstractContextManager[None]:
+    def layer_context(self, number: int) -> AbstractContextManager[None]:
         """Returns a context in which layer ``number`` computes with its stand-ins, if any."""
         replacements = self._replacements.get(number)
         return _NOTHING if replacements is None else _replace_parameters(replacements)
@@ -151,12 +162,12 @@ def sum_in_order(numbered: Iterable[tuple[int, Tensor]]) -> Tensor | None:
 
 
 def parameters_of(function: Callable[[Nest], Nest]) -> list[Tensor]:
-    """Returns the parameters of a layer, or of the layers that a function of the list calls."""
+    """Returns the parameters of an entry of the model: a layer, or a function that calls layers."""
     return [parameter for layer in layers_in(function) for parameter in layer.parameters()]
 
 
 def find_in_layers(function: Callable[[Nest], Nest], parameter: Tensor) -> Iterator[ParameterSlot]:
-    """Yields where a layer, or the layers that a function of the list calls, have a parameter."""
+    """Yields where the layers of an entry of the model, a layer or a function, have a parameter."""
     for layer in layers_in(function):
         for sublayer in layer.sublayers(include_self=True):
             table = parameters_in(sublayer)
@@ -177,31 +188,8 @@ def _replace_parameters(replacements: Sequence[tuple[ParameterSlot, Tensor]]) ->
             slot.table[slot.name] = parameter
 
 
-def _copy_behind_hooks(parameter: Tensor) -> Callable[[], object]:
-    """Adds a hook that copies the gradient after the user's hooks; returns a function to remove it.
-
-    The result of the last hook becomes the gradient, whose memory is taken away later. Without a
-    copy, a tensor that a user's hook stores or returns would become empty.
-    """
-    count_own_hook(parameter)
-    remove: Callable[[], object] = parameter.register_hook(lambda grad: grad.clone()).remove
-    return remove
-
-
-def _refuse_hooks(parameter: Tensor, stage: int) -> None:
-    """Refuses a hook, or a ``main_grad``, on a parameter with several uses."""
-    if hasattr(parameter, "main_grad") or is_watched(parameter):
-        raise ConfigError(
-            "with sums by a tree the uses of a tied weight have gradients of their own, which a "
-            "hook on the gradient of the weight does not see",
-            where=f"stage {stage}, parameter {parameter.name}",
-            got="a hook, or a main_grad, on a parameter that several layers use",
-            fix="leave the hook out, or fleetpipe_configs['sums'] = 'running'",
-        )
-
-
 class GradientTrees:
-    """Sums the gradients of one batch in this process by trees."""
+    """Sums the gradients of a batch pairwise, so that schedules do not change the bits."""
 
     def __init__(self, uses: Uses, micro_batches: int) -> None:
         """Starts without gradients, for ``micro_batches`` micro-batches."""
@@ -211,7 +199,7 @@ class GradientTrees:
         }
 
     def take(self, stage: int, micro_batch: int, complete: bool) -> None:
-        """Removes the gradients of a stage's backward from the parameters, and stores them.
+        """Moves the gradients of a stage's backward from the parameters into the sums.
 
         Args:
             stage: The stage that has run backward.
@@ -226,14 +214,14 @@ class GradientTrees:
 
     @paddle.no_grad()
     def finish(self) -> None:
-        """Called after all micro-batches: sets the parameters' gradients to the sums."""
+        """Sets the parameters' gradients to the sums, after the last micro-batch."""
         for trees in self._stages.values():
             trees.finish()
         self.uses.add_up()
 
 
 class _StageTrees:
-    """Sums the gradients of the uses in one stage."""
+    """Sums the gradients of the parameters that one stage uses, pairwise."""
 
     def __init__(self, uses: Sequence[Use], micro_batches: int) -> None:
         """Starts without gradients, for ``micro_batches`` micro-batches."""
@@ -251,7 +239,11 @@ class _StageTrees:
         for use in self._uses:
             gradient = take_gradient(use.source)
             if gradient is not None and gradient.is_selected_rows():
-                raise _sparse_gradient_error(use)
+                raise ConfigError(
+                    f"the gradient of {use.parameter.name} is sparse; a tree adds up dense ones",
+                    cause="an Embedding(sparse=True)",
+                    fix="build it with sparse=False, or set fleetpipe_configs['sums'] = 'running'",
+                )
             gradients.append(gradient)
         if micro_batch in self._early_gradients:
             earlier, _ = self._early_gradients[micro_batch]
@@ -272,15 +264,6 @@ class _StageTrees:
                 set_gradient(use.total, gradient)
 
 
-def _sparse_gradient_error(use: Use) -> ConfigError:
-    """Returns the error of a sparse gradient of a parameter."""
-    return ConfigError(
-        f"the gradient of {use.parameter.name} is sparse, and a tree adds up dense ones",
-        cause="an Embedding(sparse=True)",
-        fix="build it with sparse=False, or set fleetpipe_configs['sums'] = 'running'",
-    )
-
-
 def _add_lists(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
     """Adds each gradient in ``right`` to that at the same index in ``left``; None is none."""
     for index, (total, gradient) in enumerate(zip(left, right)):
@@ -294,7 +277,7 @@ def _add_lists(left: list[Tensor | None], right: list[Tensor | None]) -> list[Te
 def refuse_beside_trees(
     parameters: Sequence[Tensor], delayed: bool, sliced: bool, placement: Placement, rng: str
 ) -> None:
-    """Refuses options and layers with which sums by a tree would not have the promised bits.
+    """Refuses options and layers that ``fleetpipe_configs['sums'] = 'tree'`` does not take.
 
     Args:
         parameters: The parameters of this process.
@@ -325,7 +308,7 @@ def refuse_beside_trees(
 def refuse_shared_with_losses(
     layers: Mapping[int, Sequence[Tensor]], of_losses: Sequence[Tensor]
 ) -> None:
-    """Refuses a parameter that both a layer of the list and a loss use: autograd adds these up.
+    """Refuses a parameter that a layer of the model and a loss use: autograd adds these up.
 
     Args:
         layers: The parameters of each layer of the last stage, by number.

@@ -16,7 +16,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from fleetpipe.errors import ConfigError
-from fleetpipe.extras import INSTALLED_BY, missing
+from fleetpipe.extras import INSTALLED_BY, missing_packages
 
 #: The largest number of processes that a command starts on one machine.
 MOST_PROCESSES = 1024
@@ -78,7 +78,7 @@ def script(text: str) -> Path:
     """Returns the path of a script, which must exist, and whose packages must be installed."""
     if not Path(text).is_file():
         raise argparse.ArgumentTypeError(f"there is no file {text}; give a training script")
-    for package in missing(Path(text)):
+    for package in missing_packages(Path(text)):
         raise argparse.ArgumentTypeError(
             f"{text} imports {package}, which is not installed: {INSTALLED_BY[package]}"
         )

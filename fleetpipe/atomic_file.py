@@ -36,8 +36,7 @@ def replacing(folder: Path) -> Iterator[Path]:
     Raises:
         OSError: The files cannot be written; the older ones stay.
     """
-    draft = _make_draft_folder(folder)
-    try:
+    with _draft_folder(folder) as draft:
         yield draft
         files = sorted(draft.iterdir())
         for file in files:
@@ -45,8 +44,6 @@ def replacing(folder: Path) -> Iterator[Path]:
         for file in files:
             file.replace(folder / file.name)
         systems.sync_folder(folder)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 @contextmanager
@@ -59,18 +56,12 @@ def appearing(folder: Path) -> Iterator[Path]:
     Raises:
         OSError: The folder cannot be written, or exists; then nothing has changed.
     """
-    draft = _make_draft_folder(folder.parent)
-    try:
+    with _draft_folder(folder.parent) as draft:
         yield draft
         for path in [*draft.rglob("*"), draft]:
-            if path.is_dir():
-                systems.sync_folder(path)
-            else:
-                sync(path)
+            (systems.sync_folder if path.is_dir() else sync)(path)
         draft.rename(folder)
         systems.sync_folder(folder.parent)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 @contextmanager
@@ -119,13 +110,17 @@ def sync(file: Path) -> None:
         os.fsync(opened.fileno())
 
 
-def _make_draft_folder(parent: Path) -> Path:
-    """Returns a new draft folder in ``parent``, which is made if it is missing."""
+@contextmanager
+def _draft_folder(parent: Path) -> Iterator[Path]:
+    """Yields a new draft folder in ``parent``, which is made if missing; removes it at the end."""
     parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned_drafts(parent)
     draft = parent / f".draft-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     draft.mkdir()
-    return draft
+    try:
+        yield draft
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def _draft_path(file: Path) -> Path:
@@ -137,7 +132,6 @@ def _remove_abandoned_drafts(folder: Path) -> None:
     """Removes the draft folders that ended processes of this host have left in a folder."""
     for path in folder.iterdir():
         match = _DRAFT.fullmatch(path.name)
-        if match is None or match["host"] != socket.gethostname():
-            continue
-        if not systems.is_running(int(match["process"])):
+        of_this_host = match is not None and match["host"] == socket.gethostname()
+        if match and of_this_host and not systems.is_running(int(match["process"])):
             shutil.rmtree(path, ignore_errors=True)

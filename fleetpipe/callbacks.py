@@ -14,22 +14,15 @@ if TYPE_CHECKING:
     from fleetpipe.contrib.callbacks import LossMonitor as LossMonitor
     from fleetpipe.contrib.generation import LogSamples as LogSamples
 
-__all__ = [
-    "LogMetricByEpoch",
-    "LogSamples",
-    "LossMonitor",
-    "MetricsLogger",
-    "PipelineCheckpoint",
-    "Progress",
-    "ThroughputMonitor",
-    "TraceSteps",
-]
+#: The module of each callback that is loaded when it is first used.
+_LATE = {
+    "LogMetricByEpoch": "fleetpipe.contrib.callbacks",
+    "LogSamples": "fleetpipe.contrib.generation",
+    "LossMonitor": "fleetpipe.contrib.callbacks",
+}
+
+__all__ = ["MetricsLogger", "PipelineCheckpoint", "Progress", "ThroughputMonitor", "TraceSteps"]
+__all__.extend(_LATE)
 
 if not TYPE_CHECKING:  # to a type checker it would give the module every name
-    __getattr__ = late(
-        {
-            "LogMetricByEpoch": "fleetpipe.contrib.callbacks",
-            "LogSamples": "fleetpipe.contrib.generation",
-            "LossMonitor": "fleetpipe.contrib.callbacks",
-        }
-    )
+    __getattr__ = late(_LATE)

@@ -272,13 +272,10 @@ class PipelineConfig:
         Raises:
             ConfigError: One is no whole number of at least 1.
         """
-        return replace(
-            self,
-            micro_batches=_require_positive("accumulate_steps", micro_batches, "pipeline_configs"),
-            micro_batch_size=_require_positive(
-                "micro_batch_size", micro_batch_size, "pipeline_configs"
-            ),
-        )
+        check = functools.partial(_require_positive, group="pipeline_configs")
+        micro_batches = check("accumulate_steps", micro_batches)
+        rows = check("micro_batch_size", micro_batch_size)
+        return replace(self, micro_batches=micro_batches, micro_batch_size=rows)
 
     def schedule_for(
         self,
@@ -415,19 +412,16 @@ def _options_of_schedule(options: Mapping[str, object]) -> tuple[tuple[str, obje
     if groups is not None and not isinstance(groups, (list, tuple)):
         raise ConfigError("`groups` is no list of sizes", got=repr(groups), fix="groups=[4, 4]")
     field_names = {option.name for option in _OPTIONS}
-    if taken := (field_names & option_names()) - {
-        "slices"
-    }:  # which the schedules are asked for, too
+    # Schedules have an option "slices" too.
+    if taken := (field_names & option_names()) - {"slices"}:
         raise ConfigError(
             "a registered schedule has options that `fleetpipe_configs` has for something else",
             got=", ".join(sorted(taken)),
             fix="give these parameters of its function other names",
         )
-    values = {
-        name: options[name] for name in sorted((option_names() - field_names) & options.keys())
-    }
+    values = [(name, options.get(name)) for name in sorted(option_names() - field_names)]
     return tuple(
         (name, tuple(value) if isinstance(value, list) else value)
-        for name, value in values.items()
+        for name, value in values
         if value is not None
     )

@@ -54,7 +54,8 @@ def late(names: Mapping[str, str]) -> Callable[[str], object]:
     def get(name: str) -> object:
         if name not in names:
             raise AttributeError(f"there is no {name!r}; expected: {', '.join(names)}", name=name)
-        module = importlib.import_module(names[name])
+        with needed_for(name):
+            module = importlib.import_module(names[name])
         return getattr(module, name, module)
 
     return get
@@ -79,18 +80,18 @@ class _SharedModule(Loader):
         module.__spec__ = self._spec
 
 
-def spec_of(second: str, name: str) -> ModuleSpec | None:
-    """Returns a spec that imports the module ``name`` under a second name; None without a module.
+def spec_of(alias: str, name: str) -> ModuleSpec | None:
+    """Returns a spec that imports the module ``name`` under the name ``alias``; None without one.
 
     The finder that returns this spec must stand before the path finder, which would find the
     submodules of a package by its ``__path__`` and load them again.
 
     Args:
-        second: The second name.
+        alias: The other name.
         name: The module's own name.
     """
     try:
-        return ModuleSpec(second, _SharedModule(name))
+        return ModuleSpec(alias, _SharedModule(name))
     except ModuleNotFoundError as error:
         if error.name != name:
             raise
@@ -137,7 +138,7 @@ def needed_for(purpose: str) -> Iterator[None]:
         ) from error
 
 
-def missing(script: Path) -> list[str]:
+def missing_packages(script: Path) -> list[str]:
     """Returns the packages of ``INSTALLED_BY`` that a script imports and that are not installed.
 
     Only imports at the top of the script count, and those of modules beside it that it imports. A

@@ -31,7 +31,8 @@ def prepare() -> None:
     """
     if os.environ.get("FLEETPIPE_MKL", "1") == "0" or "MKL_DEBUG_CPU_TYPE" in os.environ:
         return
-    if is_amd_with_avx2(cpu_description()):
+    processor = cpu_description()
+    if "AuthenticAMD" in processor and " avx2 " in processor.replace("\n", " "):
         os.environ["MKL_DEBUG_CPU_TYPE"] = "5"
 
 
@@ -64,11 +65,6 @@ def settings() -> dict[str, str]:
     if device != "cpu":
         facts.update((name, os.environ.get(name, "")) for name in _GPU_VARIABLES)
     return facts
-
-
-def is_amd_with_avx2(description: str) -> bool:
-    """Returns whether a processor, described as in ``/proc/cpuinfo``, is AMD's and has AVX2."""
-    return "AuthenticAMD" in description and " avx2 " in description.replace("\n", " ")
 
 
 def cpu_description() -> str:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.dygraph import random_keys
-from fleetpipe.dygraph.function_code import held_by, is_of_library, names_in, variables_of
+from fleetpipe.dygraph.function_code import closure_values, is_of_library, names_in, variables_of
 from fleetpipe.dygraph.gradients import drop_gradients, gradient_of, set_gradient
 from fleetpipe.dygraph.nest import leaf_like
 from fleetpipe.paddle_api import paddle
@@ -81,7 +81,7 @@ def reachable_containers(layers: Collection[Layer], functions: Iterable[object])
     names = _names_in_functions(code)
     values: list[Any] = []
     for function in code:
-        values += (*variables_of(function).values(), *held_by(function))
+        values += (*variables_of(function).values(), *closure_values(function))
     for layer in layers:
         attributes = vars(layer)
         values += [attributes[name] for name in names & attributes.keys()]
@@ -285,7 +285,7 @@ class OwnState:
 
         The function also restores the current random states.
         """
-        suspended, resume_random = changes[:], random_keys.suspend()
+        suspended, resume_random = changes[:], random_keys.suspend_random_states()
         changes.clear()
         for change in reversed(suspended):
             change.end()

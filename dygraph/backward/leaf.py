@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fleetpipe.aliases import GradNode, Layer, Nest, Tensor
-from fleetpipe.dygraph.nest import has_gradient, leaves, leaves_like, replace
+from fleetpipe.dygraph.nest import needs_gradient, leaves, leaves_like, replace
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import buffers_in, is_static, parameters_in
@@ -225,10 +225,10 @@ def inspect_call(
     stand_ins = leaves_like(tensors_in((args, named)))
     with unsaved, random_states_kept():
         output = forward(*replace(args, stand_ins), **replace(named, stand_ins))
-    outputs = [tensor for tensor in tensors_in(output) if has_gradient(tensor)]
-    inputs = [tensor.grad_fn for tensor in stand_ins.values() if has_gradient(tensor)]
+    outputs = [tensor for tensor in tensors_in(output) if needs_gradient(tensor)]
+    inputs = [tensor.grad_fn for tensor in stand_ins.values() if needs_gradient(tensor)]
     # The nodes at which backward ends: those of inputs and of parameters.
-    ends = {*inputs, *(parameter.grad_fn for parameter in parameters if has_gradient(parameter))}
+    ends = {*inputs, *(parameter.grad_fn for parameter in parameters if needs_gradient(parameter))}
     roots = [tensor.grad_fn for tensor in outputs]
     nodes = find_nodes(roots, ends)
     successors = {node: next_nodes(node) for node in nodes - ends}

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from fleetpipe.aliases import Context, Tensor
 from fleetpipe.dygraph.backward.added_gradients import Sums, token
 from fleetpipe.dygraph.backward.leaf import Leaf
-from fleetpipe.dygraph.gradients import graph_of_another_backward
+from fleetpipe.dygraph.gradients import second_backward_error
 from fleetpipe.dygraph.random_keys import keyed_hook
 from fleetpipe.errors import ConfigError, FleetPipeError
 from fleetpipe.paddle_api import paddle
@@ -263,7 +263,7 @@ def _input_grads_of(call: Call, tape: Tape, grads: Sequence[Tensor]) -> Tensor:
         # Paddle leaves gradients off where a backward fails.
         switch_gradients_on()
         error = (
-            graph_of_another_backward()
+            second_backward_error()
             if tape.refusals.in_backward
             else _grad_in_forward_error(call.leaf)
         )

@@ -35,8 +35,8 @@ from fleetpipe.dygraph.backward.linear_and_embedding import (
     looks_up,
     product_of,
 )
-from fleetpipe.dygraph.nest import has_gradient, leaves_like, replace
-from fleetpipe.dygraph.random_keys import in_earlier_backward
+from fleetpipe.dygraph.nest import needs_gradient, leaves_like, replace
+from fleetpipe.dygraph.random_keys import earlier_backward_context
 from fleetpipe.errors import ConfigError, FleetPipeError
 from fleetpipe.extras import extra
 from fleetpipe.paddle_api import paddle
@@ -203,7 +203,7 @@ class SplitBackward:
             if tape_stage == stage and not self.by_name:
                 # Autograd adds gradients of uncut layers now: the delayed ones of earlier
                 # micro-batches come first.
-                with in_earlier_backward(micro_batch - tape_micro_batch):
+                with earlier_backward_context(micro_batch - tape_micro_batch):
                     self._add_now(earlier, tape.uncut)
         tape.in_backward = self._refusals.in_backward = True
         with self._record_arrivals(stage, "I"), self.recording(stage, micro_batch):
@@ -373,10 +373,10 @@ def _cut_out(
         args: The positional arguments.
         named: The keyword arguments.
     """
-    differentiable_inputs = list(filter(has_gradient, tensors))
+    differentiable_inputs = list(filter(needs_gradient, tensors))
     stand_ins = leaves_like(differentiable_inputs)
     output = forward(*replace(args, stand_ins), **replace(named, stand_ins))
-    outputs = list(filter(has_gradient, tensors_in(output)))
+    outputs = list(filter(needs_gradient, tensors_in(output)))
     if not outputs:
         return output
     pairs = zip(differentiable_inputs, properties.reached)

@@ -26,7 +26,7 @@ from fleetpipe.dygraph.batch.stage_interfaces import (
     StageWatch,
 )
 from fleetpipe.dygraph.batch.units import WHOLE, Borders, Units, UnitStates, borders_of
-from fleetpipe.dygraph.gradients import cause_of_backward
+from fleetpipe.dygraph.gradients import explain_backward_error
 from fleetpipe.dygraph.nest import copy_tensors, differentiable, leaf_like, map_tensors
 from fleetpipe.dygraph.sums import GradientTrees
 from fleetpipe.engine.stage import Values
@@ -350,7 +350,7 @@ class DygraphStage:
                 if roots:
                     run_backward(roots, [*grads, *later_grads])
         except Exception as error:
-            cause = cause_of_backward(recompute.cause_of(error))
+            cause = explain_backward_error(recompute.cause_of(error))
             self._raise_error_of_split()
             raise cause  # noqa: B904
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import gradients
-from fleetpipe.dygraph.function_code import codes_in, held_by, is_of_library, names_in, variables_of
-from fleetpipe.dygraph.nest import has_gradient, outline
+from fleetpipe.dygraph.function_code import codes_in, closure_values, is_of_library, names_in, variables_of
+from fleetpipe.dygraph.nest import needs_gradient, outline
 from fleetpipe.errors import BoundaryError, ConfigError, FleetPipeError, reason
 from fleetpipe.mesh.sums import tree
 from fleetpipe.paddle_api import paddle
@@ -219,7 +219,7 @@ def _call_loss(criterion: Criterion, output: Nest, label: Nest) -> Tensor:
 def _loss_error(error: Exception, output: Nest, label: Nest) -> BoundaryError:
     """Returns the error to raise if a loss function failed with ``error``."""
     if gradients.is_raised_in_paddle_grad(error):
-        return gradients.grad_across_stages(error, "the loss function", output)
+        return gradients.grad_across_stages_error(error, "the loss function", output)
     has_no_memory = any(text in str(error) for text in _WITHOUT_MEMORY)
     if isinstance(error, NoNumbersError) or has_no_memory:
         return BoundaryError(
@@ -277,7 +277,7 @@ def kept_for(function: Any) -> Iterator[tuple[str, Any]]:
     while names and number_before < len(names):
         number_before, reached = len(names), list(_reachable(function, names))
     for path, value in reached:
-        if isinstance(value, paddle.Tensor) and has_gradient(value) and not value.is_leaf:
+        if isinstance(value, paddle.Tensor) and needs_gradient(value) and not value.is_leaf:
             yield path, value
 
 
@@ -310,7 +310,7 @@ def _iterate_parts(path: str, value: Any, names: set[str]) -> Iterator[tuple[str
     elif isinstance(value, MethodType):
         yield from ((path, part) for part in (value.__func__, value.__self__))
     elif isinstance(value, FunctionType):
-        yield path, held_by(value)
+        yield path, closure_values(value)
         if not is_of_library(value):
             names |= _names_and_strings_in(value.__code__)
             yield from variables_of(value).items()

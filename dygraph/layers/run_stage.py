@@ -103,7 +103,7 @@ def layer_error(
     """
     name = _describe_layer(partition, index)
     if gradients.is_raised_in_paddle_grad(error):
-        return gradients.grad_across_stages(error, name, value)
+        return gradients.grad_across_stages_error(error, name, value)
     if "one pair of hooks" in str(error):
         return BoundaryError(
             f"{name} is recomputed, and opens saved_tensors_hooks itself",
@@ -349,7 +349,7 @@ class StageRunner:
         """
         if on_copies:
             value = copy_tensors(value)
-        keys = None if micro_batch is None else random_keys.current()
+        keys = None if micro_batch is None else random_keys.current_keys()
         if keys is not None and micro_batch is not None:
             keys.micro_batch = micro_batch
         for number, function in steps:
@@ -359,7 +359,7 @@ class StageRunner:
                 if self.uses is None:
                     value = function(value)
                 else:
-                    with self.uses.running(number):
+                    with self.uses.layer_context(number):
                         value = function(value)
             except Exception as error:
                 if not is_error_of_value(error, value, __file__):

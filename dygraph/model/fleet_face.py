@@ -12,7 +12,7 @@ from fleetpipe.dygraph.layers.entries import shared_attributes
 from fleetpipe.dygraph.layers.run_stage import PipelineLayerChunk
 from fleetpipe.dygraph.layers.tied import SharedLayer
 from fleetpipe.dygraph.model.owned_stages import OwnedStages
-from fleetpipe.dygraph.random_keys import in_apply
+from fleetpipe.dygraph.random_keys import alike_in_apply
 from fleetpipe.dygraph.state.model_on_ranks import ModelOnRanks
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, sharing_group
 from fleetpipe.errors import ConfigError, StateError, UsageError
@@ -205,7 +205,7 @@ class FleetFace(ModelOnRanks):
             in_order = (names.get(id(parameter)) for parameter in parameters_in(layer).values())
             return next(filter(None, in_order), paths.get(id(layer), ""))
 
-        super().apply(in_apply(name_of, fn))
+        super().apply(alike_in_apply(name_of, fn))
         return self
 
     def get_stage_from_index(self, layer_idx: int) -> int:

@@ -110,11 +110,11 @@ class SingleModel(ModelWithParts):
     def forward(self, value: Nest) -> Nest:
         """Runs the layers on the model's input ``value``, in order, and returns the last output."""
         # The random seeds of a batch: with them the layers draw what the pipeline's layers draw.
-        keys = random_keys.current()
+        keys = random_keys.current_keys()
         for index, function in enumerate(self._functions):
             if keys is not None:
                 keys.enter(index, function)
-            with nullcontext() if self._uses is None else self._uses.running(index):
+            with nullcontext() if self._uses is None else self._uses.layer_context(index):
                 value = function(value)
         return value
 

@@ -70,7 +70,7 @@ class BatchKeys:
             training: Whether the batch trains, instead of running forward only.
         """
         python = self._layers.owned_stages.draws_python
-        keys = random_keys.draw(self._mode, python, self._sequence_rank, training)
+        keys = random_keys.draw_keys(self._mode, python, self._sequence_rank, training)
         if keys is not None:
             keys.parameters = self._parameters
         return keys

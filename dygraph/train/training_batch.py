@@ -25,7 +25,7 @@ from fleetpipe.dygraph.batch.row_digests import RowDigests, digests_of
 from fleetpipe.dygraph.batch.stage_interfaces import Batch
 from fleetpipe.dygraph.batch.units import WHOLE, Units
 from fleetpipe.dygraph.gradients import divide_gradients
-from fleetpipe.dygraph.random_keys import in_step
+from fleetpipe.dygraph.random_keys import optimizer_stream
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
 
@@ -239,7 +239,7 @@ def take_step(runtime: Runtime, optimizer: Optimizer, scaler: Scaler = None) -> 
         divide_gradients(runtime.layers.trained_parameters(), runtime.weights.divisor)
     update = functools.partial(_step_and_update_scale, optimizer, scaler)
     stage, shard = runtime.layers.owned_stages.owned[0], runtime.job.along("sharding").rank
-    with in_step(getattr(optimizer, "wrapped", optimizer), stage, shard):
+    with optimizer_stream(getattr(optimizer, "wrapped", optimizer), stage, shard):
         runtime.engines.observers.step(update, optimizer, scaled=scaler is not None)
     runtime.reductions.share_loss_state(runtime.data.last_owner)
     if runtime.switches.release_gradients:

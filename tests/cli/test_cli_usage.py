@@ -330,9 +330,9 @@ def test_what_a_script_cannot_do_without(
     without(monkeypatch, "yaml")
     (tmp_path / "train.py").write_text(script)
     (tmp_path / "beside.py").write_text("import train, yaml")
-    assert extras.missing(tmp_path / "train.py") == found
+    assert extras.missing_packages(tmp_path / "train.py") == found
     (tmp_path / "yaml.py").touch()
-    assert extras.missing(tmp_path / "train.py") == []
+    assert extras.missing_packages(tmp_path / "train.py") == []
 
 
 @pytest.mark.parametrize("command", ["run", "launch", "parity", "profile"])

@@ -14,7 +14,7 @@ from paddle import nn
 
 from fleetpipe import fleet, parity
 from fleetpipe.dygraph import random_keys
-from fleetpipe.dygraph.random_keys import Keys, draws_nothing, key, under_keys
+from fleetpipe.dygraph.random_keys import Keys, draws_nothing, hash_to_seed, under_keys
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc, get_rng_state_tracker
 from fleetpipe.mesh.groups import SoleGroup
@@ -165,18 +165,18 @@ def test_the_generator_is_put_back_when_a_batch_fails() -> None:
             model.forward_backward_pipeline(batch(2))
         after = paddle.rand([2]).tolist()
     paddle.seed(9)
-    random_keys.draw("keyed")
+    random_keys.draw_keys("keyed")
     assert paddle.rand([2]).tolist() == after
-    assert random_keys.current() is None
+    assert random_keys.current_keys() is None
 
 
 def test_keys_are_mixed_and_fixed() -> None:
-    assert key(0) == 8147104208329303767
-    assert key(1, 2, 3) == 3851293329796251419
+    assert hash_to_seed(0) == 8147104208329303767
+    assert hash_to_seed(1, 2, 3) == 3851293329796251419
     parts = list(itertools.product(range(20), range(-1, 20), range(20)))
     # The CPU generator takes the low 32 bits.
-    assert len({key(*part) % 2**32 for part in parts}) == len(parts)
-    assert all(0 <= key(*part) < 2**63 for part in parts[:100])
+    assert len({hash_to_seed(*part) % 2**32 for part in parts}) == len(parts)
+    assert all(0 <= hash_to_seed(*part) < 2**63 for part in parts[:100])
 
 
 def test_the_number_of_a_batch_is_drawn_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +184,7 @@ def test_the_number_of_a_batch_is_drawn_by_the_host(monkeypatch: pytest.MonkeyPa
     expected = [int(paddle.randint(0, 2**31 - 1, [1], dtype="int64").item()) for _ in range(2)]
     paddle.seed(5)
     monkeypatch.setattr(paddle, "randint", None)  # on a GPU, .item() would wait for the card
-    assert [random_keys.draw("keyed")._batch_seed for _ in range(2)] == expected  # type: ignore[union-attr]
+    assert [random_keys.draw_keys("keyed")._batch_seed for _ in range(2)] == expected  # type: ignore[union-attr]
 
 
 class Sliced(SoleGroup):

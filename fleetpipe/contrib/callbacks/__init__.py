@@ -7,6 +7,7 @@ from a checkpoint continues its record there, whose id is in a file of the run d
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
@@ -112,7 +113,7 @@ def require_packages(formats: list[str]) -> None:
             )
 
 
-def numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def iterate_figures(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yields the name and value of each figure in a row of the log.
 
     Of a list, such as the loss of each micro-batch, each number has the name ``name/index``.
@@ -126,11 +127,11 @@ def numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 def figures_by_phase(row: Mapping[str, Any]) -> dict[str, float]:
     """Returns the figures of a row under keys such as ``train/loss``."""
-    return {f"{row['phase']}/{name}": value for name, value in numbers(row)}
+    return {f"{row['phase']}/{name}": value for name, value in iterate_figures(row)}
 
 
 def _read_run_id(folder: Path, package: str) -> str | None:
-    """Returns the id that a tracker's record of this run has; None if the run has none yet."""
+    """Returns the id of a run in a tracker, from its file in the run directory; None without it."""
     file = folder / f"{package}.id"
     return file.read_text(encoding="utf-8").strip() if file.exists() else None
 
@@ -182,11 +183,9 @@ class LogMetricByEpoch(rank_policy.Callback):
         """Prints a line with the mean loss, the metrics in ``logs``, and ``more`` figures."""
         if not self.model.is_rank("first"):
             return
-        values: dict[str, float] = {}
-        if self._losses:
-            values["Loss"] = sum(self._losses) / len(self._losses)
-        values.update({name: logs[name] for name in self.model.metric_names if name != "loss"})
-        values.update(more)
+        metrics = {name: logs[name] for name in self.model.metric_names if name != "loss"}
+        loss = {"Loss": sum(self._losses) / len(self._losses)} if self._losses else {}
+        values = {**loss, **metrics, **more}
         text = " | ".join(f"{name} = {value:.{self._digits}g}" for name, value in values.items())
         rank_policy.say(f"[Epoch {self._epoch + 1} / {phase}]: {text}")
 
@@ -223,8 +222,8 @@ class LossMonitor(rank_policy.Callback):
         """Puts a hook on each layer of this rank if ``find_layer`` is set."""
         if self._find_layer:
             for name, layer in self.model.network.named_sublayers():
-                hook = layer.register_forward_post_hook(self._hook_for(name))
-                self._hooks.append(hook)
+                hook = functools.partial(self._note_not_finite, name)
+                self._hooks.append(layer.register_forward_post_hook(hook))
 
     def on_train_end(self, logs: Any = None) -> None:
         """Removes the hooks."""
@@ -268,16 +267,9 @@ class LossMonitor(rank_policy.Callback):
             else "LossMonitor(find_layer=True) names the layer that has it first",
         )
 
-    def _hook_for(self, name: str) -> Any:
-        """Returns the hook that looks for a NaN or Inf in each output of the layer ``name``."""
-
-        def note(_layer: Layer, _inputs: Nest, output: Nest) -> None:
-            if self._first_not_finite is None and not all(
-                bool(paddle.isfinite(tensor).all())
-                for tensor in tensors_of(output)
-                if tensor.is_floating_point()
-            ):
-                pipeline = self.model.pipeline
-                self._first_not_finite = [pipeline.micro_batch_id, pipeline.stage_id, name]
-
-        return note
+    def _note_not_finite(self, name: str, _layer: Layer, _inputs: Nest, output: Nest) -> None:
+        """The hook on the layer ``name``: notes where the first output with a NaN or Inf was."""
+        floats = (tensor for tensor in tensors_of(output) if tensor.is_floating_point())
+        if self._first_not_finite is None and not all(paddle.isfinite(t).all() for t in floats):
+            pipeline = self.model.pipeline
+            self._first_not_finite = [pipeline.micro_batch_id, pipeline.stage_id, name]

@@ -7,7 +7,6 @@ This file has the result of one check, a ``Finding``, and the checks of a host t
 
 from __future__ import annotations
 
-import functools
 import os
 import secrets
 import shutil
@@ -83,16 +82,17 @@ def check_host(ranks: int, folder: Path) -> list[Finding]:
         ranks: The number of ranks of the job.
         folder: The folder of its checkpoints, which need not exist.
     """
-    checks: dict[str, Callable[[], Finding]] = {
-        "processors": functools.partial(_check_processors, ranks),
-        "bits": functools.partial(_check_bits, ranks),
-        "shared memory": _check_shared_memory,
-        "descriptors": functools.partial(_check_descriptors, ranks),
-        "host name": _check_host_name,
-        "ports": _check_ports,
-        "checkpoints": functools.partial(_check_checkpoint_folder, folder),
-    }
-    return run_checks(checks)
+    return run_checks(
+        {
+            "processors": lambda: _check_processors(ranks),
+            "bits": lambda: _check_bits(ranks),
+            "shared memory": _check_shared_memory,
+            "descriptors": lambda: _check_descriptors(ranks),
+            "host name": _check_host_name,
+            "ports": _check_ports,
+            "checkpoints": lambda: _check_checkpoint_folder(folder),
+        }
+    )
 
 
 def _check_processors(ranks: int) -> Finding:

@@ -8,6 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -72,68 +73,54 @@ def one_way_seconds(transport: Transport, nbytes: int, trips: int) -> float:
     return statistics.median(times) if times else 0.0
 
 
-def measure_transport(name: str) -> dict[str, Any]:
-    """Measures a transport, by name. Collective.
-
-    Returns:
-        The seconds of a message one way, by its bytes as text; or under "error" the error's text,
-        and under "refused" whether it is a ConfigError.
-    """
-    try:
-        job = begin_job(name)
-        try:
-            (transport,) = job.connect().values()
-            with job.guarded(lambda: f"measuring {name}"):
-                return {str(n): one_way_seconds(transport, n, k) for n, k in SIZES.items()}
-        finally:
-            fleet.shutdown()
-    except FleetPipeError as error:
-        return {"error": str(error), "refused": isinstance(error, ConfigError)}
+def measure_transport(name: str, job: Job) -> dict[str, float]:
+    """Returns the seconds of a message one way over a transport, by its bytes. Collective."""
+    (transport,) = job.connect().values()
+    with job.guarded(lambda: f"measuring {name}"):
+        return {str(n): one_way_seconds(transport, n, k) for n, k in SIZES.items()}
 
 
-def compare_with_one_device() -> dict[str, Any]:
+def compare_with_one_device(job: Job) -> dict[str, Any]:
     """Trains a small model beside its single-device model, and compares them. Collective.
 
     Returns:
-        Under "passed" whether all bits are equal, and under "verdict" a text; or under "error" the
-        error's text.
+        Under "passed" whether all bits are equal, and under "verdict" a text.
     """
-    try:
-        begin_job()
-        try:
-            paddle.seed(0)
-            layers: list[Any] = []
-            for _ in range(int(os.environ["PADDLE_TRAINERS_NUM"])):
-                layers += [nn.Linear(WIDTH, WIDTH), nn.functional.gelu]
-            topology = fleet.get_hybrid_communicate_group().topology()
-            net = PipelineLayer(layers, topology=topology, loss_fn=nn.MSELoss())
-            model = fleet.distributed_model(net)
-            adam = paddle.optimizer.Adam(1e-3, parameters=model.parameters())
-            session = parity.begin(model, fleet.distributed_optimizer(adam))
-            for _ in range(STEPS):
-                rows = [paddle.randn([MICRO_BATCHES * ROWS, WIDTH]) for _ in range(2)]
-                session.step(rows)
-            return {"passed": session.report.passed, "verdict": session.report.verdict()}
-        finally:
-            fleet.shutdown()
-    except FleetPipeError as error:
-        return {"error": str(error)}
+    paddle.seed(0)
+    layers: list[Any] = []
+    for _ in range(int(os.environ["PADDLE_TRAINERS_NUM"])):
+        layers += [nn.Linear(WIDTH, WIDTH), nn.functional.gelu]
+    topology = fleet.get_hybrid_communicate_group().topology()
+    net = PipelineLayer(layers, topology=topology, loss_fn=nn.MSELoss())
+    model = fleet.distributed_model(net)
+    adam = paddle.optimizer.Adam(1e-3, parameters=model.parameters())
+    session = parity.begin(model, fleet.distributed_optimizer(adam))
+    for _ in range(STEPS):
+        session.step([paddle.randn([MICRO_BATCHES * ROWS, WIDTH]) for _ in range(2)])
+    return {"passed": session.report.passed, "verdict": session.report.verdict()}
 
 
 def main() -> None:
     """Measures both transports and compares bits; rank 0 writes the results into a JSON file.
 
     It writes them after each measurement, since a later one may hang. The first argument of the
-    program names the file.
+    program names the file. The result of a measurement that fails has the error's text under
+    "error", and under "refused" whether it is a ConfigError.
     """
     file, results = Path(sys.argv[1]), {}
-    measurements: dict[str, Callable[[], dict[str, Any]]] = {
-        SOCKETS: lambda: measure_transport(SOCKETS),
-        PROCESS_GROUP: lambda: measure_transport(PROCESS_GROUP),
-        "parity": compare_with_one_device,
+    measurements: dict[str, tuple[str | None, Callable[[Job], dict[str, Any]]]] = {
+        **{name: (name, partial(measure_transport, name)) for name in (SOCKETS, PROCESS_GROUP)},
+        "parity": (None, compare_with_one_device),
     }
-    for name, measure in measurements.items():
-        results[name] = measure()
+    for name, (transport, measure) in measurements.items():
+        try:
+            job = begin_job(transport)
+            try:
+                results[name] = measure(job)
+            finally:
+                fleet.shutdown()
+        except FleetPipeError as error:
+            results[name] = {"error": str(error), "refused": isinstance(error, ConfigError)}
         if os.environ["PADDLE_TRAINER_ID"] == "0":
             file.write_text(json.dumps(results), encoding="utf-8")
 

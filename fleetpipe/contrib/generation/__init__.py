@@ -20,7 +20,7 @@ from fleetpipe.contrib.slices import SliceStates, require_sliceable
 from fleetpipe.dygraph import PipelineParallel
 from fleetpipe.dygraph.batch.units import WHOLE, Units
 from fleetpipe.dygraph.layer_kinds import kinds_in
-from fleetpipe.dygraph.random_keys import key, random_states_kept
+from fleetpipe.dygraph.random_keys import hash_to_seed, random_states_kept
 from fleetpipe.errors import BoundaryError, ConfigError, UsageError, is_whole_number, require_whole
 from fleetpipe.fit.callbacks import rank_policy
 from fleetpipe.fit.model import Model
@@ -84,7 +84,7 @@ class Sampling(NamedTuple):
         if self.top_p is not None:
             reached = reached[: int(np.searchsorted(reached, self.top_p * reached[-1])) + 1]
         # A random number below the sum of the weights: the token is the first whose sum exceeds it.
-        point = key(self.seed, *position) / 2**63 * reached[-1]
+        point = hash_to_seed(self.seed, *position) / 2**63 * reached[-1]
         return int(order[min(int(np.searchsorted(reached, point, "right")), len(reached) - 1)])
 
 

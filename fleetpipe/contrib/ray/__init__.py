@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fleetpipe import arguments as kinds
 from fleetpipe.errors import UsageError
-from fleetpipe.extras import needed_for
+from fleetpipe.extras import late
 from fleetpipe.launch.supervisor import options as supervisors
 
 if TYPE_CHECKING:
@@ -33,17 +33,8 @@ _LATE = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Loads a name that needs Ray when it is first used.
-
-    Raises:
-        AttributeError: There is no such name.
-        PackageNotFound: Ray is not installed.
-    """
-    if name not in _LATE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with needed_for(f"fleetpipe.ray.{name}"):
-        return getattr(importlib.import_module(_LATE[name]), name)
+if not TYPE_CHECKING:  # to a type checker it would give the module every name
+    __getattr__ = late(_LATE)
 
 
 def __dir__() -> list[str]:

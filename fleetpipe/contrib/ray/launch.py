@@ -25,16 +25,9 @@ from fleetpipe.job import attempt_files
 from fleetpipe.launch import script, streams
 from fleetpipe.launch.supervisor.supervisor import say
 
-#: Variables of this process that ranks get whatever their node has set.
+#: How variables of this process begin that ranks get whatever their node has set.
 _PASSED_ON = (
-    "FLEETPIPE_",
-    "PADDLE_",
-    "FLAGS_",
-    "GLOG_",
-    "GLOO_",
-    "NCCL_",
-    "OMP_",
-    "MKL_",
+    *("FLEETPIPE_", "PADDLE_", "FLAGS_", "GLOG_", "GLOO_", "NCCL_", "OMP_", "MKL_"),
     "PYTHON",
 )
 #: Variables that ranks do not get, since they belong to this process or host.
@@ -100,12 +93,13 @@ def _make_trainer(options: argparse.Namespace, runs: str) -> PaddleTrainer:
     gpus = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
     ranks_of_node = options.nproc_per_node or min(filter(None, gpus), default=1)
     least, most = (nodes * ranks_of_node for nodes in options.nnodes)
+    script_path = options.script  # or the name of a module
+    if not isinstance(script_path, Module):
+        script_path = os.path.abspath(script_path)
     return PaddleTrainer(
         run_script,
         train_loop_config={
-            "script": options.script
-            if isinstance(options.script, Module)
-            else os.path.abspath(options.script),
+            "script": script_path,
             "arguments": options.arguments,
             "folder": os.getcwd(),
             "log_level": options.log_level,

@@ -126,12 +126,10 @@ def environments(worker_group: Any) -> list[dict[str, str]]:
     nodes = [place.node for place in places]
     # One worker of each node answers: two that probe at once could find the same port.
     ports = {
-        node: worker_group.execute_single_async(nodes.index(node), free_ports, ranks + 1)
+        node: ray.get(worker_group.execute_single_async(nodes.index(node), free_ports, ranks + 1))
         for node, ranks in Counter(nodes).items()
     }
-    return rank_environments(
-        places, {node: ray.get(reference) for node, reference in ports.items()}
-    )
+    return rank_environments(places, ports)
 
 
 def rank_environments(places: list[RankPlace], ports: dict[str, list[int]]) -> list[dict[str, str]]:
@@ -174,9 +172,7 @@ def worker_place() -> RankPlace:
     context = ray.get_runtime_context()
     gpus = context.get_accelerator_ids().get("GPU", [])
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    device = ""
-    if gpus:
-        device = str(visible.index(gpus[0]) if gpus[0] in visible else 0)
+    device = str(visible.index(gpus[0]) if gpus[0] in visible else 0) if gpus else ""
     return RankPlace(context.get_node_id(), ray.util.get_node_ip_address(), device)
 
 
@@ -197,12 +193,6 @@ def free_ports(count: int) -> list[int]:
     )
 
 
-def _end_child_with_worker() -> None:
-    """Makes this forked child end when its worker does: it holds sockets on which Ray waits."""
-    if sys.platform == "linux":
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 @contextlib.contextmanager
 def _running_as_rank() -> Iterator[None]:
     """While it is open, a train loop runs as a rank; at its end ends the job of the loop.
@@ -212,7 +202,9 @@ def _running_as_rank() -> Iterator[None]:
     from fleetpipe.paddle_api.loading import load_data_in_threads
 
     load_data_in_threads()
-    systems.call_in_forked_child(_end_child_with_worker)
+    if sys.platform == "linux":
+        # A forked child holds sockets on which Ray waits, so it ends when its worker does.
+        systems.call_in_forked_child(lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL))
     error: BaseException | None = None
     try:
         yield
@@ -220,8 +212,7 @@ def _running_as_rank() -> Iterator[None]:
         error = raised
         raise
     finally:
-        running = sys.modules.get("fleetpipe.job.job")
-        if running is not None:
+        if running := sys.modules.get("fleetpipe.job.job"):
             running.end(error)
 
 
@@ -283,8 +274,16 @@ class PaddleTrainer(DataParallelTrainer):
                 expected="the degrees that the train loop gives to its strategy",
                 fix='paddle_config=PaddleConfig(hybrid_configs={"dp_degree": -1, "pp_degree": 2})',
             )
-        for ranks in {scaling.min_workers, scaling.max_workers} - {0}:
-            _require_degrees(degrees, ranks)
+        for ranks in {scaling.min_workers, scaling.max_workers} - {0} if degrees else ():
+            try:
+                replicas(degrees or {}, ranks)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"num_workers (={ranks}) does not fit the degrees of PaddleConfig",
+                    got=str(error).splitlines()[0],
+                    fix="set num_workers to a multiple of the product of the degrees other than "
+                    "dp_degree, and dp_degree to -1",
+                ) from error
         super().__init__(
             train_loop_per_worker,
             train_loop_config=None if train_loop_config is None else dict(train_loop_config),
@@ -336,12 +335,8 @@ class PaddleTrainer(DataParallelTrainer):
         controller, which are freed when the driver ends, too.
         """
         callbacks: list[Any] = super()._create_default_callbacks()
-        remaining = [
-            callback
-            for callback in callbacks
-            if not isinstance(callback, PlacementGroupCleanerCallback)
-        ]
-        return [_FreeLostStarts(), *remaining]
+        cleaner = PlacementGroupCleanerCallback
+        return [_FreeLostStarts(), *(c for c in callbacks if not isinstance(c, cleaner))]
 
     def _initialize_and_run_controller(self, **controller: Any) -> Result:
         """Runs the controller with a policy for workers that are lost while they start."""
@@ -393,20 +388,6 @@ def _interrupt_handler_kept() -> Iterator[None]:
     finally:
         if threading.current_thread() is threading.main_thread() and before is not None:
             signal.signal(signal.SIGINT, before)
-
-
-def _require_degrees(hybrid_configs: Mapping[str, Any] | None, ranks: int) -> None:
-    """Raises ConfigError if the degrees of a strategy do not fit a number of ranks."""
-    try:
-        if hybrid_configs is not None:
-            replicas(hybrid_configs, ranks)
-    except ConfigError as error:
-        raise ConfigError(
-            f"num_workers (={ranks}) does not fit the degrees of PaddleConfig",
-            got=str(error).splitlines()[0],
-            fix="set num_workers to a multiple of the product of the degrees other than dp_degree, "
-            "and dp_degree to -1",
-        ) from error
 
 
 def replicas(hybrid_configs: Mapping[str, Any], ranks: int) -> list[int]:

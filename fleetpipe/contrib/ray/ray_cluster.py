@@ -92,19 +92,17 @@ def gather_results(references: dict[RayNode, Any]) -> dict[RayNode, Any]:
                 cause="another Python than the driver's, or a node that is lost or overloaded",
                 fix="look at Ray's logs there, in /tmp/ray/session_latest/logs",
             )
-    return {node: _result_of(node, reference) for node, reference in references.items()}
-
-
-def _result_of(node: RayNode, reference: Any) -> Any:
-    """Returns the result of a process; raises ConfigError if its node cannot run it."""
-    try:
-        return ray.get(reference)
-    except RayError as error:
-        raise ConfigError(
-            f"the node {node.address} cannot run what the driver asks for",
-            got=reason(error),
-            fix="use the same Python and the same packages as the driver on every node",
-        ) from error
+    results = {}
+    for node, reference in references.items():
+        try:
+            results[node] = ray.get(reference)
+        except RayError as error:
+            raise ConfigError(
+                f"the node {node.address} cannot run what the driver asks for",
+                got=reason(error),
+                fix="use the same Python and the same packages as the driver on every node",
+            ) from error
+    return results
 
 
 @contextlib.contextmanager
@@ -127,15 +125,15 @@ def connect(address: str | None, resources: Mapping[str, float]) -> Iterator[Non
         ray_logging.RAY_DEDUP_LOGS = False
     if ray.is_initialized():
         yield
-    elif address:
+    elif not address:
+        with _start_cluster(resources):
+            yield
+    else:
         _join(address)
         try:
             yield
         finally:
             _disconnect()
-    else:
-        with _start_cluster(resources):
-            yield
 
 
 @contextlib.contextmanager
@@ -179,15 +177,14 @@ def _disconnect() -> None:
 @contextlib.contextmanager
 def environment(changes: Mapping[str, str]) -> Iterator[None]:
     """While it is open, the environment has ``changes``, which new processes inherit."""
-    before = {name: os.environ.get(name) for name in changes}
+    before = {name: os.environ[name] for name in changes if name in os.environ}
     os.environ.update(changes)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name in changes:
             os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
+        os.environ.update(before)
 
 
 @contextlib.contextmanager
@@ -281,7 +278,12 @@ def require_room(bundle: Mapping[str, float], workers: int, seconds: float) -> N
     deadline = time.monotonic() + seconds
     while True:
         alive = [node for node in ray.nodes() if node["Alive"]]
-        most = sum(_workers_that_fit(bundle, node["Resources"]) for node in alive)
+        needed = {name: amount for name, amount in bundle.items() if amount}
+        fitting = [
+            [int(node["Resources"].get(name, 0) / amount) for name, amount in needed.items()]
+            for node in alive
+        ]
+        most = sum(min(of_node, default=1) for of_node in fitting)
         if most >= workers:
             return
         if time.monotonic() > deadline:
@@ -297,17 +299,6 @@ def require_room(bundle: Mapping[str, float], workers: int, seconds: float) -> N
         fix="lower num_workers (of fleetpipe launch --nnodes or --nproc) or resources_per_worker, "
         "add nodes, or have the job wait for them: PaddleConfig(wait_for_nodes=600), --wait 600",
     )
-
-
-def _workers_that_fit(bundle: Mapping[str, float], resources: Mapping[str, float]) -> int:
-    """Returns how many workers a node has room for.
-
-    Args:
-        bundle: The resources of each worker.
-        resources: Those of the node.
-    """
-    needed = {name: amount for name, amount in bundle.items() if amount}
-    return min((int(resources.get(name, 0) / amount) for name, amount in needed.items()), default=1)
 
 
 def _describe_resources(resources: Mapping[str, float]) -> str:

@@ -11,7 +11,7 @@ import itertools
 import os
 import re
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from fleetpipe import log
@@ -100,7 +100,7 @@ def expand_nodes(listed: str) -> list[str]:
     for node in re.finditer(_NODE, listed):
         # The even parts are outside of brackets, the odd ones inside.
         parts = re.split(_RANGES, node[0])
-        choices = [list(_expand_ranges(part)) if i % 2 else [part] for i, part in enumerate(parts)]
+        choices = [_expand_ranges(part) if i % 2 else [part] for i, part in enumerate(parts)]
         names += ["".join(chosen) for chosen in itertools.product(*choices)]
     return names
 
@@ -120,12 +120,14 @@ def expand_counts(counts: str) -> list[int]:
     return numbers
 
 
-def _expand_ranges(ranges: str) -> Iterator[str]:
-    """Yields the numbers of ranges such as ``01-03,07``, with their leading zeros."""
-    for part in ranges.split(","):
-        first, _, last = part.partition("-")
-        for number in range(int(first), int(last or first) + 1):
-            yield str(number).zfill(len(first))
+def _expand_ranges(ranges: str) -> list[str]:
+    """Returns the numbers of ranges such as ``01-03,07``, with their leading zeros."""
+    ends = (part.partition("-")[::2] for part in ranges.split(","))
+    return [
+        str(number).zfill(len(first))
+        for first, last in ends
+        for number in range(int(first), int(last or first) + 1)
+    ]
 
 
 def _read_step(tasks: int) -> _SlurmStep:
@@ -151,14 +153,9 @@ def _read_step(tasks: int) -> _SlurmStep:
             cause="a distribution of tasks other than block and cyclic",
             fix="srun --distribution=block",
         )
-    return _SlurmStep(
-        job=_require_number("SLURM_JOB_ID"),
-        number=_require_number("SLURM_STEP_ID", "SLURM_STEPID"),
-        rank=rank,
-        local=_require_number("SLURM_LOCALID"),
-        nodes=nodes,
-        node_of_task=node_of_task,
-    )
+    job, local = _require_number("SLURM_JOB_ID"), _require_number("SLURM_LOCALID")
+    number = _require_number("SLURM_STEP_ID", "SLURM_STEPID")
+    return _SlurmStep(job, number, rank, local, nodes, node_of_task)
 
 
 def _nodes_of_tasks(counts: Sequence[int], distribution: str) -> list[int]:
@@ -217,7 +214,7 @@ def _require_variable(*names: str, default: str = "") -> str:
 
 
 def _require_number(*names: str, default: str = "") -> int:
-    """Returns the first of some environment variables that is set, or the default, as a number."""
+    """Returns the number in the first of some environment variables that is set, or the default."""
     text = _require_variable(*names, default=default)
     if not text.isdigit():
         raise _unreadable_error(f"{' or '.join(names)}", "3", text)

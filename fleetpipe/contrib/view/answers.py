@@ -45,7 +45,7 @@ Points = Sequence[tuple[int, float]]
 
 
 class Answer(NamedTuple):
-    """An answer to a question.
+    """What a user wants to know of a run, such as whether it is alive or learns.
 
     Attributes:
         question: The subject of the question in a word or two, or the time of an event.
@@ -59,7 +59,7 @@ class Answer(NamedTuple):
 
 
 def answers_of(run: RunRecord, now: float | None = None) -> list[Answer]:
-    """Returns the answers for a run: its state first, its newest events last.
+    """Returns what a user wants to know of a run: its state first, its newest events last.
 
     Args:
         run: The record of the run.
@@ -82,7 +82,7 @@ def answers_of(run: RunRecord, now: float | None = None) -> list[Answer]:
 
 
 def status_of(board: JobBoard) -> dict[str, Any]:
-    """Returns the figures and the answers for scripts, under keys that no version changes."""
+    """Returns figures of a job and answers for scripts, under keys that no version changes."""
     return {
         **board.status(),
         "answers": [answer._asdict() for answer in answers_of(RunRecord("job", board))],
@@ -91,7 +91,7 @@ def status_of(board: JobBoard) -> dict[str, Any]:
 
 
 def describe_state(board: JobBoard, now: float) -> Answer:
-    """Returns the answer whether a job is alive; if it is not, since when and why."""
+    """Says whether a job is alive; if it is not, since when and why."""
     mixed = [event for event in board.history.events if event.kind == "mixed"]
     attempt = board.attempts[-1] if board.attempts else None
     text, kind = board.state, "bad"
@@ -133,7 +133,7 @@ def format_clock_time(moment: float, now: float) -> str:
 def describe_learning(
     figures: Mapping[str, Points], norm: float | None = None, events: Sequence[RunEvent] = ()
 ) -> Iterator[Answer]:
-    """Yields for each loss of a run the answer whether the run learns.
+    """Yields for each loss of a run its last value and mean, and what is wrong with it.
 
     Args:
         figures: Steps and values by name: of the loss, and of evaluations as ``eval_loss``.
@@ -142,7 +142,9 @@ def describe_learning(
     """
     for name, points in figures.items():
         if name == "loss" or name.startswith("loss "):
-            parts = [_describe_loss(name, points)]
+            means = _mean_by_stretch(points)
+            mean = f", lately {format_figure(means[0][1])} in the mean" if means else ""
+            parts = [f"{name} {format_figure(points[-1][1])}{mean}"]
             if EVALUATED + name in figures:
                 step, value = figures[EVALUATED + name][-1]
                 parts.append(f"{format_figure(value)} in the evaluation after step {step:,}")
@@ -151,13 +153,6 @@ def describe_learning(
             first = [event.since for event in events if event.text.startswith(f"{name} is ")]
             wrong = [*_describe_loss_problem(points, first)]
             yield Answer("learning", "; ".join([*wrong, *parts]), "bad" if wrong else "")
-
-
-def _describe_loss(name: str, points: Points) -> str:
-    """Returns the last value of a loss, and its mean over the last stretch."""
-    means = _mean_by_stretch(points)
-    mean = f", lately {format_figure(means[0][1])} in the mean" if means else ""
-    return f"{name} {format_figure(points[-1][1])}{mean}"
 
 
 def _describe_loss_problem(points: Points, first: Sequence[int]) -> Iterator[str]:
@@ -179,21 +174,15 @@ def _describe_loss_problem(points: Points, first: Sequence[int]) -> Iterator[str
 
 
 def _describe_progress(board: JobBoard, now: float) -> Iterator[Answer]:
-    """Yields how many steps are done, and the remaining time."""
+    """Yields how many steps are done, the remaining time, and the hour of the end."""
     done = f"step {board.step:,}" + (f" of {board.steps:,}" if board.steps else "")
-    left = "" if board.state == "ended" else _describe_remaining_time(board, now)
+    left = None if board.state == "ended" else board.eta_seconds
+    if left is not None:
+        done += f", remaining {format_duration(left)}"
+        if left and now + left <= _FAR:
+            done += time.strftime(", until %H:%M %Z", time.localtime(now + left))
     if board.step or board.steps:
-        yield Answer("done", f"{done}, remaining {left}" if left else done)
-
-
-def _describe_remaining_time(board: JobBoard, now: float) -> str:
-    """Returns the remaining time of a job and the hour of its end; empty if unknown."""
-    left = board.eta_seconds
-    if left is None:
-        return ""
-    if not left or now + left > _FAR:
-        return format_duration(left)
-    return f"{format_duration(left)}, until {time.strftime('%H:%M %Z', time.localtime(now + left))}"
+        yield Answer("done", done)
 
 
 def _describe_speed(board: JobBoard, figures: Mapping[str, Points]) -> Iterator[Answer]:

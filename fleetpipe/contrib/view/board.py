@@ -20,7 +20,7 @@ from fleetpipe.contrib.view.history import AttemptRecord, History
 from fleetpipe.contrib.view.slow_ranks import SlowRank, SlowRanks
 from fleetpipe.errors import ConfigError
 from fleetpipe.job import run_files
-from fleetpipe.job.records import PARTS, Heard, RankRecord
+from fleetpipe.job.records import PARTS, LastRecord, RankRecord
 from fleetpipe.json_value import JsonValue, Source, parse, read
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class LastCheckpoint:
 
 @dataclass(frozen=True)
 class JobBoard:
-    """The state of a job.
+    """The state of a job as ``fleetpipe watch`` shows it, combined from all ranks.
 
     Attributes:
         at: The time of this state, in seconds since 1970.
@@ -134,13 +134,13 @@ class JobBoard:
         return {part: fmean(shares) for part, shares in zip(PARTS, zip(*by_rank))}
 
     def content(self) -> dict[str, Any]:
-        """Returns the board, without its history and attempts, as a value for ``json.dumps``."""
+        """Returns the state, without history and attempts, as a value for ``json.dumps``."""
         content = asdict(replace(self, history=_NO_HISTORY, attempts=()))
         del content["history"], content["attempts"]
         return content
 
     def status(self) -> dict[str, Any]:
-        """Returns the figures for scripts, under keys that no version changes."""
+        """Returns the figures of the job for scripts, under keys that no version changes."""
         status = {name: getattr(self, name) for name in _STATUS}
         status["slow"] = [{name: getattr(rank, name) for name in _OF_SLOW} for rank in self.slow]
         status["ranks"] = [
@@ -151,11 +151,11 @@ class JobBoard:
         return {**status, "last_checkpoint": None if saved is None else asdict(saved)}
 
     @classmethod
-    def of(cls, value: JsonValue) -> JobBoard:
-        """Reads a board from a value that :meth:`content` returned.
+    def from_json(cls, value: JsonValue) -> JobBoard:
+        """Reads the state of a job from what :meth:`content` returned.
 
         Raises:
-            ConfigError: The value is no board.
+            ConfigError: The value is something else.
         """
         return value.record(
             cls,
@@ -163,16 +163,16 @@ class JobBoard:
             slow=lambda slow: tuple(rank.record(SlowRank) for rank in slow.items()),
             last_checkpoint=lambda saved: saved.record(LastCheckpoint),
             gradient_norm=JsonValue.number,
-            history=History.of,
+            history=History.from_json,
             attempts=lambda value: (),
         )
 
     def seen_at(self, now: float) -> JobBoard:
-        """Returns the board as of ``now``, in seconds since 1970; see :meth:`after`."""
+        """Returns the state as of ``now``, in seconds since 1970; see :meth:`after`."""
         return self.after(max(0.0, now - self.at))
 
     def after(self, silence: float) -> JobBoard:
-        """Returns the board as of ``silence`` seconds later, if nothing new is heard of the job.
+        """Returns the state as of ``silence`` seconds later, if nothing new is heard of the job.
 
         After ``SILENT_SECONDS`` its ranks count as stopped. A job that is stopped or late has no
         rate and no time left; in a late one the ranks for which others wait are slow.
@@ -185,7 +185,7 @@ class JobBoard:
         return replace(board, step_time=0.0, samples_per_second=0.0, slow=slow)
 
     def _with_silent_ranks(self, silence: float) -> JobBoard:
-        """Returns the board with its ranks stopped, unless they have ended, and all ages raised."""
+        """Returns the state with all ranks stopped that have not ended, and all ages raised."""
         ranks = tuple(
             replace(
                 rank,
@@ -199,7 +199,7 @@ class JobBoard:
         return replace(self, ranks=ranks, last_checkpoint=aged, silence=silence)
 
     def _find_late_ranks(self) -> Iterator[SlowRank]:
-        """Yields the ranks of a late job that run while others wait, unless they evaluate."""
+        """Yields the ranks that run while others wait for them, unless they evaluate."""
         if any(rank.awaited is not None for rank in self.ranks):
             for rank in self.ranks:
                 if rank.state == "running" and rank.step_age and rank.part != "evaluation":
@@ -209,12 +209,14 @@ class JobBoard:
 
 
 def read_board(path: Path) -> JobBoard:
-    """Reads the file of a board, with the history and the attempts in its folder.
+    """Reads the state of a job from its file, and history and attempts from its folder.
 
     Raises:
         ConfigError: The file is missing, or is no board.
     """
-    board = replace(read(path, _SOURCE, JobBoard.of), history=history.read_history(path.parent))
+    board = replace(
+        read(path, _SOURCE, JobBoard.from_json), history=history.read_history(path.parent)
+    )
     with suppress(OSError):
         lines = run_files.read_lines(path.parent / run_files.ATTEMPTS).values
         board = replace(board, attempts=tuple(history.attempts_of(lines)))
@@ -222,7 +224,7 @@ def read_board(path: Path) -> JobBoard:
 
 
 class BoardFile:
-    """The file of a board, which a running job replaces five times a second.
+    """Reads the file with the state of a job, which the job replaces five times a second.
 
     A job whose file does not change counts as stopped. The time in the file is not compared with
     this host's clock: the clocks of two hosts may differ.
@@ -235,7 +237,7 @@ class BoardFile:
         self._changed = 0.0
 
     def __call__(self) -> JobBoard:
-        """Returns the board as of now.
+        """Returns the state of the job as of now.
 
         The first call waits up to 0.6 s for a change of the file, which shows that the job lives.
 
@@ -258,8 +260,8 @@ class BoardFile:
 
 
 def parse_board(text: str | bytes) -> JobBoard:
-    """Reads a board from JSON; raises the errors of :func:`read_board`."""
-    return JobBoard.of(parse(text, _SOURCE))
+    """Reads the state of a job from JSON; raises ConfigError if it is none."""
+    return JobBoard.from_json(parse(text, _SOURCE))
 
 
 def checkpoint_of(record: RankRecord) -> LastCheckpoint | None:
@@ -270,14 +272,14 @@ def checkpoint_of(record: RankRecord) -> LastCheckpoint | None:
 
 
 class Boards:
-    """Makes one board after another, and finds slow ranks from their steps."""
+    """Combines the records of ranks into the state of their job, and finds slow ranks."""
 
     def __init__(self) -> None:
         self._stages: dict[int, tuple[tuple[int, ...], int]] = {}
         self._slow = SlowRanks({})
 
-    def next(self, heard: Mapping[int, Heard], now: float) -> JobBoard:
-        """Returns the next board of the job.
+    def next_board(self, heard: Mapping[int, LastRecord], now: float) -> JobBoard:
+        """Returns the state of the job, made from the records of its ranks.
 
         Args:
             heard: The last record of each rank, with the rows that came since the last board.
@@ -304,7 +306,7 @@ class Boards:
         )
 
     def _find_slow_ranks(self, records: Mapping[int, RankRecord]) -> list[SlowRank]:
-        """Returns the slow ranks, from the steps that are done since the last board too."""
+        """Adds the steps since the last call to those known; returns the slow ranks."""
         if len(records) == 1:
             return []  # there is no other rank to compare it with
         stages = {rank: (record.stages, record.shard) for rank, record in records.items()}
@@ -313,19 +315,16 @@ class Boards:
         return self._slow.add({rank: record.rows for rank, record in records.items()})
 
 
-def _record_with_state(heard: Heard) -> RankRecord:
+def _record_with_state(heard: LastRecord) -> RankRecord:
     """Returns the record of a rank with its state and the age of its last step as of now."""
     record, age = heard.record, heard.record.step_age
-    states = {
-        "ended": heard.left,
-        "stopped": heard.silence > SILENT_SECONDS,
-        "starting": age is None,
-        "waiting": record.awaited is not None,
-        "running": True,
-    }
-    state = next(state for state, holds in states.items() if holds)
-    step_age = None if age is None else age + heard.silence
-    return replace(record, rows=(), state=state, step_age=step_age)
+    if age is None:
+        state = "starting"
+    else:
+        state, age = "running" if record.awaited is None else "waiting", age + heard.silence
+    if heard.left or heard.silence > SILENT_SECONDS:
+        state = "ended" if heard.left else "stopped"
+    return replace(record, rows=(), state=state, step_age=age)
 
 
 class Series(NamedTuple):
@@ -387,15 +386,19 @@ class RunRecord:
     @cached_property
     def series(self) -> dict[str, Series]:
         """The figures by name, of evaluations as ``eval_loss``; from the rows where they exist."""
-        series = {
-            name: Series(steps, values, self._elapsed_at(steps))
-            for name, (steps, values) in self.board.history.series().items()
-        }
+        ends, at_ends = [row.step for row in self.train], self.elapsed(self.train)
+        series: dict[str, Series] = {}
+        for name, (steps, values) in self.board.history.series().items():
+            rows_at = (max(0, bisect_right(ends, step) - 1) for step in steps)
+            series[name] = Series(steps, values, [at_ends[row] for row in rows_at if at_ends])
         for prefix, rows in (("", self.train), (history.EVALUATED, self.evaluations)):
             for name in dict.fromkeys(name for row in rows for name in row.figures):
                 with_figure = [row for row in rows if name in row.figures]
-                steps, values = zip(*((row.step, row.figures[name]) for row in with_figure))
-                series[prefix + name] = Series(steps, values, self.elapsed(with_figure))
+                series[prefix + name] = Series(
+                    [row.step for row in with_figure],
+                    [row.figures[name] for row in with_figure],
+                    self.elapsed(with_figure),
+                )
         return series
 
     @property
@@ -407,14 +410,8 @@ class RunRecord:
             for name, (steps, values, _) in self.series.items()
         }
 
-    def _elapsed_at(self, steps: Sequence[int]) -> list[float]:
-        """Returns the seconds from the start of the run to each step; empty if unknown."""
-        ends = [row.step for row in self.train]
-        times = self.elapsed(self.train)
-        return [times[max(0, bisect_right(ends, step) - 1)] for step in steps] if times else []
-
     def elapsed(self, rows: Sequence[Row]) -> list[float]:
-        """Returns the seconds from the start of the run to each row; empty if unknown."""
+        """Returns the seconds from the start of the run to each row of it; empty if unknown."""
         starts = [attempt.began for attempt in self.board.attempts[:1]]
         starts += [row.time for row in self.train[:1]]
         begin = min(filter(_is_plausible_time, starts), default=0.0)

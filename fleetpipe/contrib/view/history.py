@@ -107,7 +107,7 @@ def _record_end(attempt: AttemptRecord, line: Mapping[str, Any]) -> None:
 
 
 def _to_number(value: Any) -> float:
-    """Returns a value of JSON as a number; 0 if it is none, or too large."""
+    """Returns a value of JSON as a time or a step; 0 if it can be none."""
     return float(value) if _is_usable_number(value) else 0.0
 
 
@@ -157,7 +157,7 @@ class RunEvent(NamedTuple):
 
 
 class History:
-    """Figures by step: a row for each ``stride`` steps, and at most ``MOST`` rows.
+    """The figures of a run by step: a row for each ``stride`` steps, at most ``MOST`` rows.
 
     A row has the figures of its last step, or the NaN or infinity that another of its steps had.
 
@@ -179,7 +179,7 @@ class History:
             self.add(*row)
 
     def add(self, step: int, figures: Mapping[str, float]) -> None:
-        """Adds the figures of a step, from 1, and drops those of later steps.
+        """Adds the figures of a step, counted from 1, and drops those of later steps.
 
         A step that is not the next one is trained again, from a checkpoint.
         """
@@ -211,7 +211,7 @@ class History:
         self.events = (*earlier[1 - MOST_EVENTS :], event)
 
     def rows(self) -> list[HistoryRow]:
-        """Returns the rows, each with the last of its steps."""
+        """Returns the rows of figures, each with the last of its steps."""
         ends = ((self.stride * (at + 1), row) for at, row in list(self._rows.items()))
         return [HistoryRow(min(self.last, step), row) for step, row in ends]
 
@@ -253,8 +253,8 @@ class History:
         return {"stride": self.stride, "rows": rows, "events": list(map(list, self.events))}
 
     @classmethod
-    def of(cls, value: JsonValue) -> History:
-        """Reads a history from a value that :meth:`content` returned.
+    def from_json(cls, value: JsonValue) -> History:
+        """Reads the history of a run from what :meth:`content` returned.
 
         Raises:
             ConfigError: The value is no history.
@@ -288,5 +288,5 @@ def _merge_figures(earlier: Mapping[str, float], later: Mapping[str, float]) -> 
 def read_history(folder: Path) -> History:
     """Reads the history in a folder; returns an empty one if the file is missing or damaged."""
     with suppress(ConfigError):
-        return read(folder / FILE, _SOURCE, History.of)
+        return read(folder / FILE, _SOURCE, History.from_json)
     return History()

@@ -25,7 +25,7 @@ from fleetpipe.contrib.view.slow_ranks import Notices, SlowRank
 from fleetpipe.errors import ConfigError
 from fleetpipe.job import allow, attempt_files, run_files
 from fleetpipe.job.job import Job, current_job
-from fleetpipe.job.records import Heard, RankRecord
+from fleetpipe.job.records import LastRecord, RankRecord
 
 _log = log.logger(__name__)
 #: A history is written again after so many seconds, and so many times as long as writing it took.
@@ -39,14 +39,14 @@ _NO_EVENTS = (__name__, allow.__name__)
 
 
 class BoardWriter:
-    """Makes boards of a job from the records of its ranks, and writes them.
+    """Makes the state of a job, its board, from the records of its ranks, and writes it.
 
     Attributes:
-        board: The last board.
+        board: The last state.
     """
 
     def __init__(self, job: Job, now: float) -> None:
-        """Begins without a board.
+        """Begins without any record of a rank.
 
         Args:
             job: The job.
@@ -72,14 +72,14 @@ class BoardWriter:
         #: By folder the identity of the board's file that was written last.
         self._written: dict[Path, tuple[int, int]] = {}
 
-    def add(self, heard: Mapping[int, Heard], now: float) -> None:
+    def add(self, heard: Mapping[int, LastRecord], now: float) -> None:
         """Makes and writes the next board.
 
         Args:
             heard: The last record of each rank, with the rows that came since the last board.
             now: Seconds since 1970.
         """
-        board = self._boards.next(heard, now)
+        board = self._boards.next_board(heard, now)
         restarts = max(0, attempt_files.number() - 1)
         for slow in self._publish(replace(board, restarts=restarts), board.slow):
             _log.warning("step %d: %s", board.step, slow)
@@ -234,7 +234,7 @@ def _file_identity(path: Path) -> tuple[int, int]:
 
 
 class Reporter:
-    """Runs a :class:`BoardWriter` on a thread until the job ends."""
+    """Writes the state of a job from a thread until the job ends."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -269,13 +269,13 @@ class Reporter:
         """Writes board after board until the job ends; runs on the thread."""
         try:
             while not self._ended.wait(PERIOD):
-                self._writer.add(self._job.heard(), time.time())
+                self._writer.add(self._job.last_records(), time.time())
         except Exception:  # the training goes on without
             _log.exception("the board of the job broke; nobody can watch it any more")
 
 
 def record_in(folder: Path) -> None:
-    """Adds a folder to those into which the first rank of the current job writes the board.
+    """Adds a folder to those into which the first rank of the current job writes its state.
 
     Without a job, and on other ranks, nothing happens.
     """
@@ -288,7 +288,7 @@ def record_in(folder: Path) -> None:
 
 
 def _warn_of_other_job(folder: Path) -> None:
-    """Logs a warning if another job is writing its board into this folder."""
+    """Logs a warning if another job that runs writes its state into this folder."""
     with contextlib.suppress(ConfigError):
         board = read_board(folder / FILE)
         over = all(rank.state == "ended" for rank in board.ranks)
@@ -305,7 +305,7 @@ def _keep_board(job: Job) -> Reporter:
 
 
 def begin(job: Job, address: str | None) -> None:
-    """Starts writing the board of a job on its first rank, and serving it.
+    """Starts to write the state of a job on its first rank, and to serve it as a page.
 
     Both end with the job. Raises the errors of ``Server``.
 

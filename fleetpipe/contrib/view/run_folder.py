@@ -61,7 +61,12 @@ def read(folder: Path) -> RunRecord:
     about = _read_about(folder / ABOUT, notes)
     train, evaluations = _read_rows(folder / METRICS, notes)
     attempts = attempts_of(_read_json_lines(folder / ATTEMPTS, notes))
-    pipeline = _read_pipeline(traces, about, notes)
+    pipeline: Pipeline | None = None
+    try:
+        pipeline = pipeline_of(about.get("schedule"), traces[0] / TRACE if traces else None)
+    except (*_DAMAGED, FleetPipeError) as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        notes.append(f"The pipeline cannot be drawn: {first}.")
     if pipeline is None or not pipeline.measured:
         notes.append(
             "No step was traced, so the picture of what ran is missing: add "
@@ -79,24 +84,6 @@ def read(folder: Path) -> RunRecord:
     board = _read_board(folder, [*train, *evaluations], about, attempts)
     name, saved = folder.resolve().name, _newest_checkpoint(folder)
     return RunRecord(name, board, train, evaluations, about, pipeline, notes, saved)
-
-
-def _read_pipeline(
-    traces: Sequence[Path], about: Mapping[str, Any], notes: list[str]
-) -> Pipeline | None:
-    """Returns the timelines of a run; None if they cannot be drawn.
-
-    Args:
-        traces: The folders that have a trace; the first one is read.
-        about: The contents of ``run.json``.
-        notes: Receives the reason if the timelines cannot be drawn.
-    """
-    try:
-        return pipeline_of(about.get("schedule"), traces[0] / TRACE if traces else None)
-    except (*_DAMAGED, FleetPipeError) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        notes.append(f"The pipeline cannot be drawn: {first}.")
-        return None
 
 
 def _read_board(

@@ -19,7 +19,7 @@ from fleetpipe.job.records import RankRecord
 
 
 class AttemptBoard:
-    """The board of a job, read from the folder of the attempt that runs now."""
+    """Reads the state of a job from the folder of the attempt that runs now."""
 
     def __init__(self) -> None:
         self._last = JobBoard(time.time())
@@ -55,7 +55,7 @@ class AttemptBoard:
         self._file, self._restarts, self._news = directory / FILE, restarts, news
 
     def __call__(self) -> JobBoard:
-        """Returns the board as of now."""
+        """Returns the state of the job as of now."""
         if self._file is not None and self._file.exists():
             with contextlib.suppress(ConfigError):  # its folder is just being removed
                 self._last = read_board(self._file)

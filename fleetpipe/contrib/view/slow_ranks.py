@@ -21,7 +21,6 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import NamedTuple
 
 from fleetpipe.job.records import StepRow
 
@@ -92,20 +91,6 @@ class SlowRank:
         return text + self.reference + since + _REMEDIES.get(self.what, "")
 
 
-class _ComparedFigure(NamedTuple):
-    """A figure of a step, compared with its reference.
-
-    Attributes:
-        factor: The logarithm of how many times as long it took.
-        lost: Seconds beyond the reference.
-        costs: The rank is slow only if it loses more seconds than this.
-    """
-
-    factor: float
-    lost: float
-    costs: float
-
-
 class StepComparison:
     """Finds the ranks that are slow in one figure, from their figures step by step.
 
@@ -127,7 +112,8 @@ class StepComparison:
         self._noise: dict[int, deque[float]] = {rank: deque(maxlen=MOST) for rank in peers}
         self._usual: dict[int, float] = {}
         self._thresholds: dict[int, float] = {}
-        self._recent: deque[dict[int, _ComparedFigure]] = deque(maxlen=WINDOW)
+        #: What :meth:`_compare_step` returned for the last steps.
+        self._recent: deque[dict[int, tuple[float, float, float]]] = deque(maxlen=WINDOW)
         self._count = 0
         self.slow: dict[int, float] = {}
 
@@ -167,8 +153,13 @@ class StepComparison:
 
     def _compare_step(
         self, figures: Mapping[int, float], costs: Mapping[int, float]
-    ) -> dict[int, _ComparedFigure]:
-        """Compares the figure of each rank with that of its peers, or with its own usual one."""
+    ) -> dict[int, tuple[float, float, float]]:
+        """Compares the figure of each rank with that of its peers, or with its own usual one.
+
+        Returns:
+            By rank: the logarithm of how many times as long it took, the seconds that it lost, and
+            its value of ``costs``.
+        """
         changes = {rank: math.log(figures[rank] / self._usual[rank]) for rank in figures}
         compared = {}
         for rank, figure in figures.items():
@@ -178,8 +169,7 @@ class StepComparison:
             elif len(figures) > 1:
                 common = median(changes[other] for other in figures if other != rank)
                 reference *= math.exp(max(0.0, common - _STEADY))
-            factor = math.log(figure / reference)
-            compared[rank] = _ComparedFigure(factor, figure - reference, costs[rank])
+            compared[rank] = math.log(figure / reference), figure - reference, costs[rank]
         return compared
 
     def _slow_factor(self, rank: int, learns: bool) -> float | None:

@@ -230,8 +230,8 @@ def slowdown_of(steps: Sequence[ReplayedStep]) -> Slowdown:
         "none": lambda op: False,
         "all": lambda op: True,
         "links": lambda op: op.kind in COMMUNICATIONS,
-        **{("stage", stage): _has_field_value("stage", stage) for stage in stages},
-        **{("replica", replica): _has_field_value("replica", replica) for replica in replicas},
+        **{("stage", stage): _has_value("stage", stage) for stage in stages},
+        **{("replica", replica): _has_value("replica", replica) for replica in replicas},
         **dict(suspects),
     }
     times = _replay_cases(steps, ideal, list(cases.values()))
@@ -262,7 +262,7 @@ def slowdown_of(steps: Sequence[ReplayedStep]) -> Slowdown:
     )
 
 
-def _has_field_value(field: str, value: int) -> IsMember:
+def _has_value(field: str, value: int) -> IsMember:
     """Returns a test of whether a field of an operation has a value."""
     return lambda op: bool(getattr(op, field) == value)
 
@@ -293,7 +293,8 @@ def _replay_cases(
     for step in steps:
         chosen = np.array([[member(op) for member in members] for op in step.operations])
         best = np.array([ideal[op.kind] for op in step.operations])
-        rows.append(step.time(np.where(chosen, best[:, None], step.transfer_times[:, None])))
+        durations = np.where(chosen, best[:, None], step.transfer_times[:, None])
+        rows.append(step.ends(durations).max(axis=0))
     return np.array(rows)
 
 

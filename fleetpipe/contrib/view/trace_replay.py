@@ -107,11 +107,6 @@ class ReplayedStep:
             last_start = max(self.operations[member].start for member in group)
             self.transfer_times[index] = max(self.operations[index].end - last_start, 0)
 
-    def time(self, durations: Durations) -> np.ndarray:
-        """Returns the seconds of the step in each case, from durations [operations, cases]."""
-        longest: np.ndarray = self.ends(durations).max(axis=0)
-        return longest
-
     def ends(self, durations: Durations) -> np.ndarray:
         """Returns [operations, cases]: when each ends, in seconds from the begin of the step.
 
@@ -166,15 +161,6 @@ def _groups_that_end_together(operations: Sequence[TracedOperation]) -> list[lis
     return [group for group in groups.values() if len(group) > 1]
 
 
-def _stream_of(op: TracedOperation, one_thread: bool) -> tuple[object, ...]:
-    """Returns the stream of an operation; operations of one stream run one after another."""
-    if one_thread:
-        return op.rank
-    if op.kind in TRANSFERS:
-        return (*op.rank, op.kind)
-    return (*op.rank, "collectives" if op.kind in COLLECTIVES else "computations")
-
-
 def _find_dependencies(operations: Sequence[TracedOperation], one_thread: bool) -> list[list[int]]:
     """Returns for each operation the indices of the operations that must end before it begins.
 
@@ -202,7 +188,10 @@ def _find_dependencies(operations: Sequence[TracedOperation], one_thread: bool) 
                 backwards[op.replica, op.part].append(index)
     dependencies: list[list[int]] = []
     for index, op in enumerate(operations):
-        stream = _stream_of(op, one_thread)
+        kind = "collectives" if op.kind in COLLECTIVES else "computations"
+        kind = op.kind if op.kind in TRANSFERS else kind
+        # Operations of one stream run one after another.
+        stream = op.rank if one_thread else (*op.rank, kind)
         # A fused forward and backward begins with the forward, and waits for its inputs.
         first_kind = "F" if op.kind.startswith("F|") else op.kind
         waits = [last[stream]] if stream in last else []
@@ -285,9 +274,9 @@ def account_of(steps: Sequence[ReplayedStep], machine: Machine) -> dict[str, flo
     """
     ranks = {op.rank for step in steps for op in step.operations}
     rows: defaultdict[str, list[float]] = defaultdict(list)
-    for number, step in enumerate(steps):
-        limited = (*machine.limited, *[0.0] * len(steps))[number]
-        stolen = (*machine.stolen, *[0.0] * len(steps))[number]
+    unknown = itertools.repeat(0.0)
+    limits, thefts = (itertools.chain(row, unknown) for row in (machine.limited, machine.stolen))
+    for step, limited, stolen in zip(steps, limits, thefts):
         for rank in ranks:
             operations = [op for op in step.operations if op.rank == rank]
             work = [op for op in operations if op.kind not in COMMUNICATIONS]

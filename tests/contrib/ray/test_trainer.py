@@ -9,7 +9,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import paddle
 import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'fleetpipe[ray]'")
@@ -18,13 +17,12 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 
-import fleetpipe
+from fleetpipe import fleet
 from fleetpipe.contrib.ray import PaddleConfig, PaddleTrainer, ray_cluster
 from fleetpipe.errors import ConfigError
-from tests import pipelines
 from tests.contrib.ray import loops
+from tests.fit.test_model import Losses
 from tests.launching import ROOT
-from tests.pipelines import batch, pipeline, sgd
 
 pytestmark = pytest.mark.processes
 
@@ -52,52 +50,7 @@ def run_config(folder: Path, failures: int = 0) -> RunConfig:
     )
 
 
-def undisturbed(steps: int) -> tuple[list[str], dict[str, bytes]]:
-    """The losses and the parameters of the same training in one process."""
-    with pipelines.job(2, 4):
-        paddle.seed(3)
-        model = pipeline()
-        optimizer = sgd(model)
-        losses = [model.train_batch(batch(seed=step), optimizer).item() for step in range(steps)]
-        found = {name: tensor.numpy().tobytes() for name, tensor in model.state_dict().items()}
-    return [loss.hex() for loss in losses], found
-
-
-def test_a_worker_that_is_killed_costs_the_steps_since_the_last_report(
-    two_nodes: Any, tmp_path: Path
-) -> None:
-    result = PaddleTrainer(
-        loops.train,
-        train_loop_config={"log": str(tmp_path), "at": 3},
-        scaling_config=ScalingConfig(num_workers=2),
-        run_config=run_config(tmp_path, failures=1),
-    ).fit()
-    losses, parameters = undisturbed(loops.STEPS)
-    expected = [*range(3), *range(2, loops.STEPS)]
-    for rank in range(2):
-        lines = (tmp_path / f"steps.{rank}").read_text().splitlines()
-        assert lines == [f"{step} {losses[step]}" for step in expected]
-    assert result.metrics == {"step": loops.STEPS}
-    with pipelines.job(2, 4), result.checkpoint.as_directory() as folder:
-        model = pipeline()
-        assert fleetpipe.CheckpointManager(folder).restore(model=model).step == loops.STEPS
-        found = {name: tensor.numpy().tobytes() for name, tensor in model.state_dict().items()}
-    assert found == parameters
-
-
-def test_a_worker_that_is_lost_while_it_starts_costs_no_failure(
-    two_nodes: Any, tmp_path: Path
-) -> None:
-    PaddleTrainer(
-        loops.note_rank,
-        train_loop_config={"log": str(tmp_path), "dies": loops.DiesWhereItIsRead(str(tmp_path))},
-        scaling_config=ScalingConfig(num_workers=3),
-        run_config=run_config(tmp_path),
-    ).fit()
-    assert {path.name for path in tmp_path.iterdir()} >= {"asked.1", "began.0", "began.2"}
-
-
-def test_fit_reports_and_goes_on(two_nodes: Any, tmp_path: Path) -> None:
+def test_fit_reports_and_goes_on_with_its_bits(two_nodes: Any, tmp_path: Path) -> None:
     result = PaddleTrainer(
         loops.fit,
         train_loop_config={"log": str(tmp_path), "at": 2},
@@ -107,9 +60,13 @@ def test_fit_reports_and_goes_on(two_nodes: Any, tmp_path: Path) -> None:
     assert (tmp_path / "asked.1").exists()
     assert result.metrics.keys() == {"step", "loss", "acc"}
     assert result.metrics["step"] == 8
+    losses = Losses()
+    loops.fit_with(losses)
+    fleet.shutdown()
     # Every second batch, and both epochs of four.
-    steps = [metrics["step"] for _, metrics in result.best_checkpoints]
-    assert steps == [2, 4, 4, 6, 8, 8]
+    steps = [2, 4, 4, 6, 8, 8]
+    reported = [(metrics["step"], metrics["loss"]) for _, metrics in result.best_checkpoints]
+    assert reported == [(step, losses.train[step - 1]["loss"][0]) for step in steps]
 
 
 def test_replicas_read_different_rows_and_their_ranks_the_same(
@@ -118,13 +75,15 @@ def test_replicas_read_different_rows_and_their_ranks_the_same(
     interrupt = signal.getsignal(signal.SIGINT)
     PaddleTrainer(
         loops.read,
-        train_loop_config={"log": str(tmp_path)},
+        # Rank 1 is lost while it starts, which costs no failure.
+        train_loop_config={"log": str(tmp_path), "dies": loops.DiesWhereItIsRead(str(tmp_path))},
         scaling_config=ScalingConfig(num_workers=4),
         run_config=run_config(tmp_path),
         # The ranks of a replica are not next to each other: they are 0 and 2, 1 and 3.
         paddle_config=PaddleConfig(hybrid_configs={"pp_degree": 2, "sharding_degree": 2}),
         datasets={"train": lambda: ray.data.range(16)},
     ).fit()
+    assert (tmp_path / "asked.1").exists()
     # Ctrl-C after a run is the script's again.
     assert signal.getsignal(signal.SIGINT) is interrupt
     rows = [ast.literal_eval((tmp_path / f"rows.{rank}").read_text()) for rank in range(4)]

@@ -36,14 +36,8 @@ def written(folder: Path, rows: list[dict[str, Any]], **about: Any) -> Path:
 
 def row(step: int, loss: float, phase: str = "train", **values: Any) -> dict[str, Any]:
     """A row as MetricsLogger writes it, an epoch being ten steps."""
-    return {
-        "step": step,
-        "epoch": (step - 1) // 10,
-        "phase": phase,
-        "loss": loss,
-        **values,
-        "time": 1.7e9 + step,
-    }
+    made = {"step": step, "epoch": (step - 1) // 10, "phase": phase, "loss": loss}
+    return {**made, **values, "time": 1.7e9 + step}
 
 
 def schedule(name: str = "1F1B", ranks: int = 2, micro_batches: int = 4) -> dict[str, str]:
@@ -53,40 +47,14 @@ def schedule(name: str = "1F1B", ranks: int = 2, micro_batches: int = 4) -> dict
 
 def board(**fields: object) -> JobBoard:
     """A job of two ranks of which one is slow and one stopped."""
-    running = RankRecord(
-        0,
-        "operation F0.1",
-        (0,),
-        step=12,
-        step_age=0.25,
-        busy=0.75,
-        memory=3_000_000,
-        incoming=2,
-        outgoing=64,
-        state="running",
-    )
-    stopped = RankRecord(
-        1,
-        'B1.0 "<last>"',
-        (1,),
-        step=11,
-        step_age=4.0,
-        busy=0.5,
-        memory=5_000_000,
-        state="stopped",
-    )
-    made = JobBoard(
-        at=time.time(),
-        step=11,
-        steps=100,
-        step_time=0.5,
-        samples_per_second=64.0,
-        ranks=(running, stopped),
-        slow=(SlowRank(0, "compute", 1.5, "in the steps before"),),
-        restarts=2,
-        last_checkpoint=LastCheckpoint(10, 3.5),
-        news="attempt 3, since rank 1 was ended by SIGKILL",
-    )
+    first = RankRecord(0, "operation F0.1", (0,), step=12, step_age=0.25, busy=0.75)
+    second = RankRecord(1, 'B1.0 "<last>"', (1,), step=11, step_age=4.0, busy=0.5)
+    running = replace(first, memory=3_000_000, incoming=2, outgoing=64, state="running")
+    stopped = replace(second, memory=5_000_000, state="stopped")
+    slow = (SlowRank(0, "compute", 1.5, "in the steps before"),)
+    made = JobBoard(time.time(), 11, 100, 0.5, ranks=(running, stopped), slow=slow, restarts=2)
+    made = replace(made, samples_per_second=64.0, last_checkpoint=LastCheckpoint(10, 3.5))
+    made = replace(made, news="attempt 3, since rank 1 was ended by SIGKILL")
     return replace(made, **fields)  # type: ignore[arg-type]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from fleetpipe.contrib.view.reporting import BoardWriter
 from fleetpipe.job import run_files
 from fleetpipe.job.allow import Allow
-from fleetpipe.job.records import PARTS, Heard, RankRecord, RunProgress, StepRow
+from fleetpipe.job.records import PARTS, LastRecord, RankRecord, RunProgress, StepRow
 
 SPAN = 0.5
 #: Seconds of a step that pass between it and the one before, by part.
@@ -103,28 +103,18 @@ class RecordedRun:
         computing = 0.4 * noise * (self.factor(step) if rank == 1 else 1.0)
         data, save = between.get("data", 0.0), between.get("saves", 0.0)
         row = StepRow(step - 1, span, computing, computing, data * noise, save * noise)
-        made = RankRecord(
-            rank,
-            f"B{rank}.3",
-            stages=(0,) if self.peers else (rank,),
-            replica=rank if self.peers else 0,
-            step=step,
-            steps=self.planned,
-            step_age=0.1,
-            step_time=fmean(self.span(past) for past in range(max(1, step - 9), step + 1)),
-            usual_step=SPAN,
-            busy=self.spent[0] / sum(self.spent),
-            spent=tuple(self.spent),
-            samples=32,
-            memory=334_000_000,
-            saved=self.saved,
-            saved_age=None if self.saved is None else self.now - self.saved_at,
-            rows=(row,),
-        )
+        stages, replica = ((0,), rank) if self.peers else ((rank,), 0)
+        mean = fmean(self.span(past) for past in range(max(1, step - 9), step + 1))
+        made = RankRecord(rank, f"B{rank}.3", stages=stages, replica=replica, step=step)
+        made = replace(made, steps=self.planned, step_age=0.1, step_time=mean, usual_step=SPAN)
+        made = replace(made, busy=self.spent[0] / sum(self.spent), spent=tuple(self.spent))
+        made = replace(made, samples=32, memory=334_000_000, saved=self.saved, rows=(row,))
+        if self.saved is not None:
+            made = replace(made, saved_age=self.now - self.saved_at)
         return replace(made, **fields)
 
-    def heard(self, step: int) -> dict[int, Heard]:
-        return {rank: Heard(self.record(rank, step)) for rank in (0, 1)}
+    def heard(self, step: int) -> dict[int, LastRecord]:
+        return {rank: LastRecord(self.record(rank, step)) for rank in (0, 1)}
 
     def close(self) -> None:
         """Ends the run as a training that is over does."""
@@ -144,7 +134,7 @@ def hung(folder: Path, now: float) -> None:
     """Rank 0 waits for rank 1, which has been in one backward for 20 s."""
     run = RecordedRun(folder, now).train()
     waiting, stuck = (run.record(rank, run.steps, step_age=20.0, rows=()) for rank in (0, 1))
-    heard = {0: Heard(replace(waiting, awaited=1)), 1: Heard(stuck)}
+    heard = {0: LastRecord(replace(waiting, awaited=1)), 1: LastRecord(stuck)}
     run.writer.add(heard, run.now)
 
 

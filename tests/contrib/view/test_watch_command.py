@@ -30,7 +30,7 @@ from fleetpipe.contrib.view.history import History, HistoryRow, read_history
 from fleetpipe.contrib.view.serving import AttemptBoard
 from fleetpipe.contrib.view.slow_ranks import SlowRank
 from fleetpipe.job.allow import Allow
-from fleetpipe.job.records import Heard, RankRecord, RunProgress
+from fleetpipe.job.records import LastRecord, RankRecord, RunProgress
 from tests.contrib.view.job_records import board, written_on
 from tests.contrib.view.recorded import RUNS
 from tests.pipelines import adam, batch, model_in_job
@@ -166,7 +166,7 @@ def test_a_second_attempt_keeps_figures_and_events_of_the_first(
         writer = reporting.BoardWriter(job, 1e9 + first)  # type: ignore[arg-type]
         for step in range(first, last + 1):
             # The first board of an attempt comes before its first step.
-            writer.add({0: Heard(RankRecord(0, "", step=step - 1))}, 1e9 + step)
+            writer.add({0: LastRecord(RankRecord(0, "", step=step - 1))}, 1e9 + step)
             job.progress.expect(step, None)
             job.progress.note({"loss": 1.0 / step})
         writer.close(RankRecord(0, "", step=last, saved=last, saved_age=0.0), 1e9 + last + 1)
@@ -183,7 +183,7 @@ def test_a_second_attempt_keeps_figures_and_events_of_the_first(
 def test_warnings_and_what_was_let_pass_are_events(tmp_path: Path) -> None:
     progress, allow = RunProgress(), Allow(("optimizer:MySAM",))
     progress.folders.append(tmp_path)
-    records = {0: Heard(RankRecord(0, ""))}
+    records = {0: LastRecord(RankRecord(0, ""))}
     job = SimpleNamespace(progress=progress, heard=lambda: records, allow=allow)
     reporter = reporting.Reporter(job)  # type: ignore[arg-type]
     progress.expect(1, None)
@@ -202,15 +202,17 @@ def test_warnings_and_what_was_let_pass_are_events(tmp_path: Path) -> None:
 def test_a_board_that_takes_long_is_there_before_the_last_one(tmp_path: Path) -> None:
     asked = threading.Event()
 
-    def heard() -> dict[int, Heard]:
+    def last_records() -> dict[int, LastRecord]:
         asked.set()
         time.sleep(0.5)
-        return {0: Heard(RankRecord(0, ""))}
+        return {0: LastRecord(RankRecord(0, ""))}
 
     progress = RunProgress()
     progress.folders.append(tmp_path)
     progress.expect(1, None)
-    reporter = reporting.Reporter(SimpleNamespace(progress=progress, heard=heard, allow=Allow()))  # type: ignore[arg-type]
+    reporter = reporting.Reporter(
+        SimpleNamespace(progress=progress, last_records=last_records, allow=Allow())
+    )  # type: ignore[arg-type]
     progress.note({"loss": 2.0})
     assert asked.wait(10)
     reporter.close()

@@ -240,8 +240,11 @@ def _charts_by_rank(run: RunRecord) -> Iterator[Chart]:
         count = min(map(len, lists), default=0)
         columns = {f"{holder} {rank}": [row[rank] for row in lists] for rank in range(count)}
         if count > MOST_COLOURS:
-            kinds = {"least": min, "median": median, "most": max}
-            columns = {f"{kind} of {count}": [*map(f, lists)] for kind, f in kinds.items()}
+            columns = {
+                f"least of {count}": [min(row) for row in lists],
+                f"median of {count}": [median(row) for row in lists],
+                f"most of {count}": [max(row) for row in lists],
+            }
         steps, times = [row.step for row in rows], run.elapsed(rows)
         curves = [
             Curve(curve, Series(steps, values, times), "line", colour)

@@ -29,29 +29,24 @@ from fleetpipe.contrib.view.history import (
     read_history,
 )
 from fleetpipe.errors import ConfigError
-from fleetpipe.job.records import PARTS, Heard, RankRecord, RunProgress, StepRow
+from fleetpipe.job.records import PARTS, LastRecord, RankRecord, RunProgress, StepRow
 from tests.contrib.view.job_records import board, running, written_on
 
 pytestmark = pytest.mark.no_paddle
 
-RECORD = RankRecord(
-    rank=0,
-    action="operation F0.1",
-    stages=(0, 2),
-    step=8,
-    steps=20,
-    step_age=0.5,
-    step_time=0.25,
+ROW = StepRow(7, 0.25, 0.125, 0.2, 0.01, 0.0, 0.05, (1.0, -12.75, 3.0), 5.125e-6)
+RECORD = replace(
+    RankRecord(0, "operation F0.1", (0, 2), step=8, steps=20, step_age=0.5, step_time=0.25),
     busy=0.75,
     samples=32,
     memory=1000,
     memory_limit=4000,
+    rows=(ROW,),
     held=2,
     held_cap=4,
     gradient_norm=1.5,
     saved=5,
     saved_age=2.0,
-    rows=(StepRow(7, 0.25, 0.125, 0.2, 0.01, 0.0, 0.05, (1.0, -12.75, 3.0), 5.125e-6),),
 )
 
 
@@ -73,12 +68,12 @@ def test_a_board_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_the_state_of_each_rank() -> None:
     others = {
-        1: Heard(RankRecord(1, "", step_age=0.1, awaited=0, step=9, step_time=0.75)),
-        2: Heard(RankRecord(2, "", step_age=1.0, step=9), silence=0.75),
-        3: Heard(RankRecord(3, "")),
-        4: Heard(RankRecord(4, "", step_age=0.1), left=True),
+        1: LastRecord(RankRecord(1, "", step_age=0.1, awaited=0, step=9, step_time=0.75)),
+        2: LastRecord(RankRecord(2, "", step_age=1.0, step=9), silence=0.75),
+        3: LastRecord(RankRecord(3, "")),
+        4: LastRecord(RankRecord(4, "", step_age=0.1), left=True),
     }
-    made = Boards().next({0: Heard(RECORD), **others}, 100.0)
+    made = Boards().next_board({0: LastRecord(RECORD), **others}, 100.0)
     states = [(rank.rank, rank.stage, rank.state, rank.step_age) for rank in made.ranks]
     assert states == [
         (0, 0, "running", 0.5),
@@ -198,7 +193,7 @@ def test_a_norm_that_is_no_number_is_one_on_the_board(tmp_path: Path) -> None:
     progress = RunProgress()
     progress.gradient_norm = lambda: math.nan
     record = RankRecord.of(json.loads(json.dumps(progress.record(0, "", True).content())))
-    made = Boards().next({0: Heard(record)}, 100.0)
+    made = Boards().next_board({0: LastRecord(record)}, 100.0)
     (tmp_path / FILE).write_text(json.dumps(made.content()))
     assert math.isnan(read_board(tmp_path / FILE).gradient_norm or 0.0)
 
