@@ -563,27 +563,21 @@ def segment(
         >>> segment(layers, 2, "balanced").boundaries
         (0, 2, 3)
     """
-    boundaries = _boundaries_by_method(layers, parts, method)
-    name = method if isinstance(method, str) else f"list {list(method)}"
-    return Partition(tuple(boundaries), name, tuple(layers))
-
-
-def _boundaries_by_method(
-    layers: Sequence[LayerInfo], parts: int, method: str | Sequence[int]
-) -> Sequence[int]:
-    """Returns the boundaries of the cut that a method finds; the arguments are ``segment``'s."""
     if not isinstance(method, str):
-        return explicit(len(layers), parts, method)
-    if method == "uniform":
-        return uniform(len(layers), parts)
-    if method in ("balanced", "parameters"):
-        return balanced([layer.parameters for layer in layers], parts)
+        boundaries = explicit(len(layers), parts, method)
+        return Partition(tuple(boundaries), f"list {list(method)}", tuple(layers))
     kind, colon, regex = method.partition(":")
-    if kind in ("layer", "type") and colon:
-        return by_class([layer.name for layer in layers], parts, regex)
-    raise PartitionError(
-        f"unknown seg_method {method!r}",
-        expected=", ".join(METHODS) + ", or a list with the first layer of each stage",
-        got=repr(method),
-        fix=nearest(method, METHODS),
-    )
+    if method == "uniform":
+        boundaries = uniform(len(layers), parts)
+    elif method in ("balanced", "parameters"):
+        boundaries = balanced([layer.parameters for layer in layers], parts)
+    elif kind in ("layer", "type") and colon:
+        boundaries = by_class([layer.name for layer in layers], parts, regex)
+    else:
+        raise PartitionError(
+            f"unknown seg_method {method!r}",
+            expected=", ".join(METHODS) + ", or a list with the first layer of each stage",
+            got=repr(method),
+            fix=nearest(method, METHODS),
+        )
+    return Partition(tuple(boundaries), method, tuple(layers))

@@ -24,12 +24,12 @@ _casts_visible = False
 
 
 def rehearsal_dtype() -> str | None:
-    """Returns the dtype of the active rehearsal of half precision; None without one."""
+    """Returns the dtype of which a CPU imitates a GPU's half precision now; None if it does not."""
     return _rehearsed
 
 
 def note_rehearsal(dtype: str | None) -> None:
-    """Sets the dtype of the active rehearsal."""
+    """Sets the result of :func:`rehearsal_dtype`."""
     global _rehearsed
     _rehearsed = dtype
 

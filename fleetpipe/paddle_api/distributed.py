@@ -207,7 +207,7 @@ def ranks_of(process_group: PaddleGroup) -> list[int]:
     return next(list(group.ranks) for group in groups if group.process_group is process_group)
 
 
-def transfers(group: PaddleGroup, peer: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def isend_and_irecv(group: PaddleGroup, peer: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Returns functions that work like Paddle's ``isend`` and ``irecv`` with one peer.
 
     In static mode, Paddle's own would add an operation to the program.
@@ -431,7 +431,7 @@ def install_topology(hcg: Topology, strategy: Strategy) -> None:
     _paddle_topology._HYBRID_PARALLEL_GROUP = hcg
 
 
-def has_begun() -> bool:
+def fleet_has_begun() -> bool:
     """Returns whether Paddle's own ``fleet.init``, or fleetpipe's, has begun a job."""
     return getattr(paddle_fleet.fleet, "_hcg", None) is not None
 

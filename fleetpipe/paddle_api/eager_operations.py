@@ -113,8 +113,14 @@ def is_silent(function: Function) -> bool:
     return getattr(function, "__name__", "") in _SILENT
 
 
-def raising_version(function: Function) -> Function:
-    """Returns a wrapper of a silent operation that raises its first argument's version, too."""
+def with_raised_version(function: Function) -> Function:
+    """Returns an operation that writes into its first argument, and increments its version too.
+
+    Autograd compares versions to notice that a saved tensor has changed.
+
+    Args:
+        function: An operation that leaves the version as it is.
+    """
 
     @functools.wraps(function)
     def write(tensor: Tensor, *args: Any, **named: Any) -> Any:
@@ -175,7 +181,7 @@ class OperationListener(Protocol):
 
 
 class _PassiveListener:
-    """A listener that only runs operations: for other threads, such as a loader's."""
+    """An :class:`OperationListener` that only runs operations: for threads of a data loader."""
 
     def operation(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         return function(*args, **named)
@@ -195,7 +201,7 @@ class _PassiveListener:
         put(layer, name, value)
 
 
-#: A function that returns the listener for the operations of the thread that calls it.
+#: Returns the :class:`OperationListener` for the operations of the thread that calls it.
 _Choice = Callable[[], OperationListener]
 
 

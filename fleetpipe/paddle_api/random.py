@@ -60,7 +60,7 @@ def track_streams(stream_of: Callable[[str], AbstractContextManager[None] | None
     tracker.rng_state = rng_state
 
 
-def seedings() -> int:
+def seeding_count() -> int:
     """Returns the number of calls of ``paddle.seed`` since :func:`count_seedings`."""
     return _seedings
 

@@ -93,7 +93,7 @@ CASTABLE: tuple[DType, ...] = (*HALVES.values(), paddle.float32)
 NORMS = frozenset({"batch_norm", "layer_norm", "sync_batch_norm"})
 
 
-def writes(operation: str) -> bool:
+def writes_in_place(operation: str) -> bool:
     """Returns whether an operation writes into one of its arguments."""
     return operation.endswith("_") or operation in _WRITING
 
@@ -229,7 +229,7 @@ def _has_half_results(operation: str, half: DType, values: Arguments) -> bool:
 
 
 def _cast_to_float32(half: DType, tensor: Tensor) -> Tensor:
-    """Returns a tensor in float32 if it has half precision, else unchanged."""
+    """Returns a tensor cast to float32 if its dtype is ``half``, else the tensor itself."""
     return cast(tensor, paddle.float32) if tensor.dtype == half else tensor
 
 
@@ -308,7 +308,7 @@ class _Rehearsal:
     def _rehearsed_operation(self, function: Function, operation: str) -> Function:
         """Returns the replacement of an operation, whose name is ``operation``."""
         half = HALVES[self.dtype]
-        run = write_in_float32 if writes(operation) else compute_in_float32
+        run = write_in_float32 if writes_in_place(operation) else compute_in_float32
 
         @functools.wraps(function)
         def rehearsed_operation(*args: Any, **named: Any) -> Any:

@@ -96,7 +96,7 @@ def tensor_of(scope: Scope, name: str) -> ScopeTensor:
 
 
 def found_tensor(scope: Scope, name: str) -> ScopeTensor | None:
-    """Returns the dense tensor of a variable; None if the variable is missing or has no value."""
+    """Returns the tensor of a scope's variable; None if the variable is missing or has no value."""
     variable = scope.find_var(name)
     tensor = None if variable is None else variable.get_tensor()
     return tensor if tensor is not None and tensor._is_initialized() else None
@@ -215,7 +215,7 @@ def has_step_of_its_own(optimizer: Optimizer) -> bool:
     )
 
 
-def recomputing(optimizer: Optimizer) -> tuple[Optimizer, list[Variable | str] | None, bool]:
+def unwrap_recompute(optimizer: Optimizer) -> tuple[Optimizer, list[Variable | str] | None, bool]:
     """Returns the optimizer inside Paddle's ``RecomputeOptimizer``, and that one's options.
 
     Returns:

@@ -458,7 +458,7 @@ def watch_pylayers(
     backward_class.__init__, backward_class.backward = init, backward
 
 
-def number_of_hook(parameter: Tensor) -> int:
+def next_hook_number(parameter: Tensor) -> int:
     """Returns the number that a new hook on the gradient of ``parameter`` gets.
 
     It registers one and removes it. Paddle numbers the hooks of a parameter from 0, and uses no

@@ -253,10 +253,12 @@ class PipelinePlan:
     @property
     def costs(self) -> Costs:
         """The costs of the actions, for ``schedule.simulate``."""
-        costs = _costs_of_stages(self.stages, self.comm)
-        if not self.slices:
-            return costs
-        return replace(costs, each_slice=tuple(map(_costs_of_stages, self.slices, self.slice_comm)))
+
+        def costs(stages: Sequence[StageCost], comm: tuple[float, ...], **options: Any) -> Costs:
+            return costs_of(stages, comm, bytes=tuple(stage.held for stage in stages), **options)
+
+        each_slice = tuple(map(costs, self.slices, self.slice_comm))
+        return costs(self.stages, self.comm, each_slice=each_slice or None)
 
     @cached_property
     def predicted(self) -> Predicted:
@@ -387,32 +389,34 @@ def _read_plan(content: JsonValue) -> PipelinePlan:
             got=f"{schedule.placement.stages} stages",
             fix="make the plan anew with fleetpipe plan",
         )
-    cap, slices, slice_comm = map(content.get, ("memory_cap", "slices", "slice_comm"))
-    degrees, process = map(content.get, ("degrees", "process"))
+    cap, degrees, process = map(content.get, ("memory_cap", "degrees", "process"))
+
+    def costs_of_stages(value: JsonValue) -> tuple[StageCost, ...]:
+        return _read_for_each_stage(
+            partition, value, lambda stage: stage.record(StageCost, JsonValue.figure)
+        )
+
+    def comm_of_stages(value: JsonValue) -> tuple[float, ...]:
+        return _read_for_each_stage(partition, value, JsonValue.figure)
+
+    slices, slice_comm = (
+        [] if entry is None else entry.items()
+        for entry in map(content.get, ("slices", "slice_comm"))
+    )
     return PipelinePlan(
         schedule,
         partition,
         _read_for_each_stage(partition, content["recompute"], JsonValue.counts),
-        _read_for_each_stage(partition, content["stages"], _read_stage),
-        _read_for_each_stage(partition, content["comm"], JsonValue.figure),
+        costs_of_stages(content["stages"]),
+        comm_of_stages(content["comm"]),
         None if cap is None else cap.figure(),
         content["optimizer_copies"].figure(),
         content["bound"].figure(),
-        tuple(_read_for_each_stage(partition, part, _read_stage) for part in slices.items())
-        if slices
-        else (),
-        tuple(
-            _read_for_each_stage(partition, part, JsonValue.figure) for part in slice_comm.items()
-        )
-        if slice_comm
-        else (),
+        tuple(map(costs_of_stages, slices)),
+        tuple(map(comm_of_stages, slice_comm)),
         None if degrees is None else degrees.record(LayerDegrees, JsonValue.count),
         None if process is None else process.record(ProcessMemory, JsonValue.figure),
     )
-
-
-def _read_stage(value: JsonValue) -> StageCost:
-    return value.record(StageCost, JsonValue.figure)
 
 
 def _read_for_each_stage(
@@ -429,8 +433,3 @@ def _read_for_each_stage(
     if len(values) != len(partition.stages):
         raise value.refused(f"a list of {len(partition.stages)} values, one for each stage")
     return values
-
-
-def _costs_of_stages(stages: Sequence[StageCost], comm: tuple[float, ...]) -> Costs:
-    """Returns the costs of a plan's actions, with the bytes that its stages hold."""
-    return costs_of(stages, comm, bytes=tuple(stage.held for stage in stages))

@@ -12,7 +12,6 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from fleetpipe.errors import ConfigError, nearest, require_whole
 from fleetpipe.partition import LayerInfo, Partition
@@ -44,20 +43,6 @@ Outcome = Candidate | Lack
 
 #: The parts of a plan that a search may choose.
 SEARCH = ("partition", "placement", "schedule", "recompute")
-
-
-class _Score(NamedTuple):
-    """The score by which plans are compared, field after field; a smaller one is better.
-
-    Attributes:
-        lack: The peak bytes of a plan that does not fit; 0 for one that does.
-        seconds: The time of a batch, in units of a rank's even share of the work.
-        peak: The peak bytes of a plan that fits.
-    """
-
-    lack: float
-    seconds: float
-    peak: int = 0
 
 
 class _Search:
@@ -106,11 +91,15 @@ class _Search:
             self.fitting.append(outcome)
         return outcome
 
-    def _score(self, candidate: Outcome) -> _Score:
-        """Returns the score of a plan; that of the best plan is the smallest."""
+    def _score(self, candidate: Outcome) -> tuple[float, float, int]:
+        """Returns a tuple that is smaller for a better plan.
+
+        Plans that do not fit into memory come last, the one with the smallest peak first of them;
+        the others are compared by the time of a batch, and then by the peak bytes.
+        """
         if isinstance(candidate, Lack):
-            return _Score(candidate.peak, math.inf)
-        return _Score(0, round(candidate.seconds / self.unit, 9), candidate.peak)
+            return candidate.peak, math.inf, 0
+        return 0, round(candidate.seconds / self.unit, 9), candidate.peak
 
     def _improve(self, first: Outcome) -> Outcome:
         """Returns a better plan: moves the cut and changes the schedule while that helps."""

@@ -233,10 +233,8 @@ class Profile:
         content["exchange"] = self.exchange._asdict()
         content["degrees"] = self.degrees._asdict()
         content["process"] = self.process and self.process._asdict()
-        layers, slices = (
-            _without_missing(content.pop("layers")),
-            list(map(_without_missing, content.pop("slices"))),
-        )
+        layers = _without_missing(content.pop("layers"))
+        slices = list(map(_without_missing, content.pop("slices")))
         lengths = content.pop("slice_lengths")
         if slices:
             content.update(slices=slices, slice_lengths=lengths)
@@ -394,6 +392,7 @@ def _read_layer(entry: JsonValue) -> LayerCost:
 
 
 def _read_link(entry: JsonValue) -> Link:
+    """Reads the JSON object of a link, whose keys are the fields of ``Link``."""
     return entry.record(Link, JsonValue.figure)
 
 

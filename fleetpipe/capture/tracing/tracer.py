@@ -63,9 +63,9 @@ from fleetpipe.paddle_api.eager_operations import (
     Function,
     intercepting,
     is_silent,
-    raising_version,
     set_data,
     target_of,
+    with_raised_version,
 )
 from fleetpipe.paddle_api.layer import TABLES, buffers_in, sublayers_in
 from fleetpipe.paddle_api.tensor import has_memory, note_write
@@ -442,7 +442,7 @@ class _Tracer(NodeFinder):
         values, function = self._values, call.function
         # A silent write into a value raises its version, here and in stages: autograd notices it.
         if is_silent(function) and id(tensors[0]) in values:
-            function = raising_version(function)
+            function = with_raised_version(function)
             note_write(tensors[0])
         # By id, the arguments into which the call has written.
         changed = {id(t): t for t, version in zip(tensors, versions) if _version(t) != version}

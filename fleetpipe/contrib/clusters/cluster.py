@@ -34,16 +34,6 @@ _SOURCE = Source(
     " docs/estimate.md shows",
 )
 
-#: The fields of a ``JobLayout`` on which the costs of a layer depend.
-_FIELDS_OF_LAYER_COSTS = (
-    "tensor",
-    "context",
-    "expert",
-    "micro_batch",
-    "recompute",
-    "sequence_parallel",
-)
-
 
 @dataclass(frozen=True)
 class Cluster:
@@ -321,8 +311,11 @@ class JobLayout(NamedTuple):
     @property
     def of_layers(self) -> JobLayout:
         """The layout reduced to the fields on which layers' costs depend."""
-        return JobLayout()._replace(
-            **{name: getattr(self, name) for name in _FIELDS_OF_LAYER_COSTS}
+        return JobLayout(
+            *(1, self.tensor, 1, 1, self.context, self.expert),
+            micro_batch=self.micro_batch,
+            recompute=self.recompute,
+            sequence_parallel=self.sequence_parallel,
         )
 
     @property

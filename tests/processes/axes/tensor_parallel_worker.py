@@ -6,7 +6,9 @@ and the bits of what every member must have alike.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -108,76 +110,82 @@ def columns(value: Any) -> Any:
     return operations.shard_of(value.detach(), -1, MEMBERS[0].rank, 2)
 
 
-def column_linear(bias: bool, gather: bool) -> None:
-    name = f"column bias={bias} gather={gather}"
-    layer, dense = both(lambda: ColumnParallelLinear(6, 8, has_bias=bias, gather_output=gather))
-    inputs, weights = tensor(3, 2, 6), tensor(3, 2, 8, grad=False)
-    reference = twin(inputs)
-    output, expected = layer(inputs), dense(reference)
-    (output * (weights if gather else columns(weights))).sum().backward()
+def compare(
+    name: str,
+    layers: tuple[Any, Any],
+    inputs: Any,
+    own_input: Callable[[Any], Any] = twin,
+    own_output: Callable[[Any], Any] = lambda value: value,
+) -> None:
+    """Compares results and gradients of a layer of slices with those of the dense one.
+
+    Args:
+        name: What the results are noted as.
+        layers: Both layers.
+        inputs: The inputs of the dense one.
+        own_input: Returns this member's part of them; `twin` for all of them.
+        own_output: Returns this member's part of the dense one's output.
+    """
+    layer, dense = layers
+    own = own_input(inputs)
+    own.stop_gradient = inputs.stop_gradient
+    output, expected = layer(own), dense(inputs)
+    weights = tensor(*expected.shape, grad=False)
+    (output * own_output(weights)).sum().backward()
     (expected * weights).sum().backward()
-    note(name, output, expected if gather else columns(expected))
-    note(f"{name} input gradient", inputs.grad, reference.grad)
-    note_same(f"{name} input gradient", inputs.grad)
+    note(name, output, own_output(expected))
+    if own_output is not columns:
+        note_same(name, output)
+    if not inputs.stop_gradient:
+        grad = own.grad if own_input is twin else whole_value(own.grad, -1, MEMBERS[0])
+        note(f"{name} input gradient", grad, inputs.grad)
+        if own_input is twin:
+            note_same(f"{name} input gradient", own.grad)
     note_gradients(name, layer, dense)
 
 
-def row_linear(bias: bool, parallel: bool) -> None:
-    name = f"row bias={bias} parallel={parallel}"
-    layer, dense = both(lambda: RowParallelLinear(6, 8, has_bias=bias, input_is_parallel=parallel))
-    inputs, weights = tensor(3, 2, 6), tensor(3, 2, 8, grad=False)
-    reference = twin(inputs)
-    taken = columns(inputs) if parallel else inputs
-    taken.stop_gradient = False
-    output, expected = layer(taken), dense(reference)
-    (output * weights).sum().backward()
-    (expected * weights).sum().backward()
-    note(name, output, expected)
-    note_same(name, output)
-    whole = columns(reference.grad) if parallel else reference.grad
-    note(f"{name} input gradient", taken.grad, whole)
-    note_gradients(name, layer, dense)
+def linears() -> None:
+    for bias, flag in itertools.product((True, False), repeat=2):
+        column = both(partial(ColumnParallelLinear, 6, 8, has_bias=bias, gather_output=flag))
+        own_output = {} if flag else {"own_output": columns}
+        compare(f"column bias={bias} gather={flag}", column, tensor(3, 2, 6), **own_output)
+        row = both(partial(RowParallelLinear, 6, 8, has_bias=bias, input_is_parallel=flag))
+        own_input = {"own_input": columns} if flag else {}
+        compare(f"row bias={bias} parallel={flag}", row, tensor(3, 2, 6), **own_input)
 
 
 def embedding() -> None:
-    layer, dense = both(lambda: VocabParallelEmbedding(10, 4))
-    for name, ids in (
-        ("of both", paddle.to_tensor([[0, 9, 4], [5, 4, 4]])),
-        ("of one", paddle.to_tensor([1, 2, 1], dtype="int32")),
-    ):
-        weights = tensor(*ids.shape, 4, grad=False)
-        output, expected = layer(ids), dense(ids)
-        (output * weights).sum().backward()
-        (expected * weights).sum().backward()
-        note(f"embedding {name}", output, expected)
-        note_same(f"embedding {name}", output)
-        note_gradients(f"embedding {name}", layer, dense)
+    layers = both(lambda: VocabParallelEmbedding(10, 4))
+    compare("embedding of both", layers, paddle.to_tensor([[0, 9, 4], [5, 4, 4]]))
+    compare("embedding of one", layers, paddle.to_tensor([1, 2, 1], dtype="int32"))
 
 
-def cross_entropy(name: str, logits: Any, label: Any, dtype: str = "int64") -> None:
-    label = paddle.to_tensor(label, dtype=dtype)
-    own = columns(logits)
-    own.stop_gradient = False
-    reference = twin(logits)
-    weights = tensor(2, 3, 1, grad=False)
-    loss = ParallelCrossEntropy(ignore_index=3)(own, label)
-    dense = nn.CrossEntropyLoss(reduction="none", ignore_index=3)
-    expected = dense(reference, label.reshape([2, 3, 1]).astype("int64"))
-    (loss * weights).sum().backward()
-    (expected * weights).sum().backward()
-    note(f"cross entropy {name}", loss, expected)
-    note(f"cross entropy {name} gradient", whole_value(own.grad, -1, MEMBERS[0]), reference.grad)
-    note_same(f"cross entropy {name}", loss)
+class Loss(nn.Layer):
+    """A cross-entropy with its labels."""
+
+    def __init__(self, criterion: Any, label: Any) -> None:
+        super().__init__()
+        self.criterion, self.label = criterion, label
+
+    def forward(self, logits: Any) -> Any:
+        return self.criterion(logits, self.label)
 
 
 def cross_entropies() -> None:
-    label = np.array([[0, 9, 3], [4, 5, 3]])
-    cross_entropy("[B, S]", tensor(2, 3, 10), label)
-    cross_entropy("[B, S, 1] of int32", tensor(2, 3, 10), label[..., None], "int32")
-    cross_entropy("far from 0", tensor(2, 3, 10) * 10 + 100, label)
+    label = paddle.to_tensor([[0, 9, 3], [4, 5, 3]])
     padded = tensor(2, 3, 10).numpy()
     padded[..., 5:] = -np.inf
-    cross_entropy("of padding", paddle.to_tensor(padded, stop_gradient=False), label % 5)
+    for name, logits, labels in (
+        ("[B, S]", tensor(2, 3, 10), label),
+        ("[B, S, 1] of int32", tensor(2, 3, 10), label.unsqueeze(-1).astype("int32")),
+        ("far from 0", (tensor(2, 3, 10) * 10 + 100).detach(), label),
+        ("of padding", paddle.to_tensor(padded), label % 5),
+    ):
+        logits.stop_gradient = False
+        dense = nn.CrossEntropyLoss(reduction="none", ignore_index=3)
+        whole = Loss(dense, labels.reshape([2, 3, 1]).astype("int64"))
+        own = Loss(ParallelCrossEntropy(ignore_index=3), labels)
+        compare(f"cross entropy {name}", (own, whole), logits, own_input=columns)
 
 
 class Mlp(nn.Layer):
@@ -236,10 +244,7 @@ def language_model() -> None:
 def compared(over: str) -> tuple[dict[str, float], dict[str, bytes]]:
     """Compares everything, over the groups of "own" or of "gloo"."""
     MEMBERS.append(start(over))
-    for flag in (True, False):
-        for other in (True, False):
-            column_linear(flag, other)
-            row_linear(flag, other)
+    linears()
     embedding()
     cross_entropies()
     language_model()
