@@ -15,16 +15,14 @@ pytestmark = pytest.mark.once
 
 #: Paddle's modules that no user is meant to import.
 INTERNAL = ("paddle.base", "paddle.framework.core")
-#: Private names of others than Paddle, and Python's own that only look private.
-OTHERS = {
+#: Private names of others than Paddle, Python's own that only look private, and own names that
+#: another file uses or that are put into ``__dict__``.
+ALLOWED = {
     *("_asdict", "_exit", "_field_defaults", "_fields", "_make", "_replace"),  # named tuples, os
     *("_Unpickler", "_inheriting"),  # pickle, multiprocessing
     *("_getframe", "_actions", "_option_string_actions", "_fmt"),  # sys, argparse, logging
     *("_bit_generator", "_run_exitfuncs"),  # NumPy's, atexit
     *("_resources_per_worker_not_none", "_create_default_callbacks", "_base_exc"),  # Ray's
-}
-#: Own names that another file uses, or that are put into ``__dict__``.
-OWN = {
     *("_example", "_loss_fn", "_model", "_prepare_training", "_vp"),
     *("_replay", "_fleetpipe_items", "_fleetpipe_started"),
 }
@@ -82,14 +80,14 @@ def foreign(of: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.Attribute) and dotted(node) in INTERNAL:
             name = dotted(node)
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
-            known = everywhere() if on_self(node) else here
-            name = "" if node.attr in known | OTHERS | OWN else node.attr
+            names = everywhere() if on_self(node) else here
+            name = "" if node.attr in ALLOWED or node.attr in names else node.attr
         elif isinstance(node, ast.Call) and dotted(node.func).split(".")[-1] in ACCESS:
             values = [*node.args, *(one.value for one in node.keywords)]
             texts = [str(one.value) for one in values if isinstance(one, ast.Constant)]
             parts = [part for text in texts for part in text.split(".") if is_private(part)]
-            known = everywhere() if dotted(node.func) == "shows" else here
-            name = next((part for part in parts if part not in known | OTHERS | OWN), "")
+            names = everywhere() if dotted(node.func) == "shows" else here
+            name = next((part for part in parts if part not in ALLOWED and part not in names), "")
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             name = node.value if node.value.startswith(INTERNAL) else ""
         if name:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,17 +15,30 @@ from fleetpipe.cli import main
 from fleetpipe.contrib.pictures import Panel, panel_of
 from fleetpipe.contrib.pictures.picture import Picture, draw, plot
 from fleetpipe.errors import ConfigError
-from fleetpipe.schedules import Costs, Placement, build
+from fleetpipe.schedules import Costs, Placement, Timeline, build
 from fleetpipe.schedules.forms.trace import Event
 
 pytestmark = pytest.mark.no_paddle
 
 
-def test_a_picture_names_ranks_kinds_bubble_and_peak(tmp_path: Path) -> None:
+@pytest.fixture
+def svg_of(tmp_path: Path) -> Callable[..., str]:
+    """Draws a timeline into a file with the options of ``plot``; returns what is in the file."""
     pytest.importorskip("matplotlib")
-    file = tmp_path / "zbv.svg"
-    plot(build("ZBV", ranks=4, micro_batches=8).simulate(), file)
-    text = re.findall(r"<text[^>]*>([^<]*)<", file.read_text(encoding="utf-8"))
+
+    def draw_timeline(timeline: Timeline, **options: Any) -> str:
+        plot(timeline, tmp_path / "a.svg", **options)
+        return (tmp_path / "a.svg").read_text(encoding="utf-8")
+
+    return draw_timeline
+
+
+def texts(svg: str) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]*)<", svg)
+
+
+def test_a_picture_names_ranks_kinds_bubble_and_peak(svg_of: Callable[..., str]) -> None:
+    text = texts(svg_of(build("ZBV", ranks=4, micro_batches=8).simulate()))
     assert "ZBV: 4 ranks, 8 micro-batches, 2 chunks (vee) · bubble 0.00% · peak 8 forwards" in text
     assert {f"rank {rank}" for rank in range(4)} <= set(text)
     assert {"F  forward", "I  input gradient", "W  weight gradient"} <= set(text)
@@ -76,11 +91,9 @@ def luminance(colour: tuple[float, float, float]) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def test_kinds_as_dark_as_another_are_hatched(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+def test_kinds_as_dark_as_another_are_hatched(svg_of: Callable[..., str]) -> None:
     for name, hatches in (("1F1B", 0), ("ZBH1", 2)):
-        plot(build(name, ranks=2, micro_batches=2).simulate(), tmp_path / "a.svg")
-        text = (tmp_path / "a.svg").read_text(encoding="utf-8")
+        text = svg_of(build(name, ranks=2, micro_batches=2).simulate())
         # One for the boxes and one for the legend; SVG has a pattern for each edge and line.
         assert text.count("<pattern") == 2 * hatches
 
@@ -97,10 +110,10 @@ def test_a_window_shows_what_runs_in_it(tmp_path: Path) -> None:
     command = ["schedule", "1F1B", "--ranks", "4", "--micro-batches", "64"]
     command += ["--plot-window", "100:110", "--plot", str(tmp_path / "a.svg")]
     assert main(command) == 0
-    assert {"100", "110"} <= set(texts(tmp_path / "a.svg"))
+    assert {"100", "110"} <= set(texts((tmp_path / "a.svg").read_text(encoding="utf-8")))
 
 
-def test_below_the_timeline_stands_what_ranks_hold(tmp_path: Path) -> None:
+def test_below_the_timeline_stands_what_ranks_hold(svg_of: Callable[..., str]) -> None:
     timeline = build("1F1B", ranks=2, micro_batches=2).simulate(Costs(bytes=2.0**21))
     panel = panel_of(timeline, memory=True)
     # F0 F1 B0 B1 on rank 0, with gaps for the other rank: what an action releases goes at its end.
@@ -109,9 +122,8 @@ def test_below_the_timeline_stands_what_ranks_hold(tmp_path: Path) -> None:
     falls = [(4, 4 * mib), (6, 2 * mib), (7, 2 * mib), (9, 0), (9, 0)]
     assert list(panel.held[0]) == rises + falls
     assert max(amount for _, amount in panel.held[1]) == (timeline.peak_bytes or ())[1]
-    pytest.importorskip("matplotlib")
-    plot(timeline, tmp_path / "a.svg", memory=True, title="two ranks", size=(6, 4), dpi=50)
-    assert {"held (MiB)", "two ranks"} <= set(texts(tmp_path / "a.svg"))
+    svg = svg_of(timeline, memory=True, title="two ranks", size=(6, 4), dpi=50)
+    assert {"held (MiB)", "two ranks"} <= set(texts(svg))
 
 
 def test_it_draws_into_axes_of_the_users() -> None:
@@ -136,14 +148,12 @@ def test_more_than_two_chunks_stand_below_each_other() -> None:
     assert -0.5 < lanes[0][0] < lanes[-1][1] < 0.5
 
 
-def test_what_waits_for_an_exchange_is_dotted(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+def test_what_waits_for_an_exchange_is_dotted(svg_of: Callable[..., str]) -> None:
     timeline = build("1F1B", ranks=2, micro_batches=2).simulate(Costs(exchange=0.25))
     forward, backward = (bar for bar in panel_of(timeline).bars[:3:2])
     assert (forward.computed, forward.right) == (0.75, 1)
     assert backward.right - backward.computed == 0.25
-    plot(timeline, tmp_path / "a.svg")
-    text = (tmp_path / "a.svg").read_text(encoding="utf-8")
+    text = svg_of(timeline)
     assert "waits for an exchange" in text
     assert text.count("<pattern") == 1
 
@@ -165,7 +175,7 @@ def test_measured_beside_predicted(tmp_path: Path) -> None:
     assert [bar.kind for bar in measured.bars] == ["F", "other"]
     file = tmp_path / "both.svg"
     draw([panel_of(timeline, "s"), measured], file)
-    text = re.findall(r"<text[^>]*>([^<]*)<", file.read_text(encoding="utf-8"))
+    text = texts(file.read_text(encoding="utf-8"))
     assert {"measured", "time (s)", "other"} <= set(text)
     assert text.count("rank 1") == 2
 
@@ -179,15 +189,11 @@ def test_the_axis_has_the_unit_that_suits_it(seconds: float, unit: str, tmp_path
         Costs(forward=seconds, input_grad=seconds, weight_grad=seconds)
     )
     draw([panel_of(timeline, "s", "predicted")], tmp_path / "a.svg")
-    text = texts(tmp_path / "a.svg")
+    text = texts((tmp_path / "a.svg").read_text(encoding="utf-8"))
     assert f"time ({unit})" in text
     assert any(title.startswith("predicted: 1F1B: 2 ranks") for title in text)
     ticks = [float(one) for one in text if re.fullmatch(r"[\d.]+", one)]
     assert 1 <= max(ticks) < 3000
-
-
-def texts(svg: Path) -> list[str]:
-    return re.findall(r"<text[^>]*>([^<]*)<", svg.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("schedule", ["DualPipeV", "ZBV", "Interleaved1F1B"])
@@ -205,13 +211,11 @@ def test_nothing_of_the_legend_is_cut(schedule: str, monkeypatch: pytest.MonkeyP
     assert figure.bbox.containsx(legend.get_window_extent().x1)
 
 
-def test_numbers_too_small_to_read_are_left_out(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+def test_numbers_too_small_to_read_are_left_out(svg_of: Callable[..., str]) -> None:
     for micro_batches, numbered in ((8, True), (64, False)):
-        file = tmp_path / "a.svg"
-        plot(build("ZBH1", ranks=16, micro_batches=micro_batches).simulate(), file)
-        assert (texts(file).count("7") >= 3 * 16) == numbered
-        sizes = re.findall(r"font(?:-size)?: ([\d.]+)px", file.read_text(encoding="utf-8"))
+        svg = svg_of(build("ZBH1", ranks=8, micro_batches=micro_batches).simulate())
+        assert (texts(svg).count("7") >= 3 * 8) == numbered
+        sizes = re.findall(r"font(?:-size)?: ([\d.]+)px", svg)
         assert min(map(float, sizes)) >= 6
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from fleetpipe.schedules import Action, Costs, Fused, Placement, Schedule, Timeline, build
+from fleetpipe.schedules import Costs, Fused, Timeline, build
 from fleetpipe.schedules.action import flatten
 from tests.schedules.sample_schedules import (
     BUBBLES,
@@ -39,46 +39,6 @@ def test_closed_forms(name: str, f: int, i: int, w: int) -> None:
 @pytest.mark.parametrize(("f", "i", "w"), [(1, 1, 2), (2, 3, 4), (2, 5, 3), (3, 1, 2)])
 def test_long_weight_gradients(f: int, i: int, w: int) -> None:
     assert play("ZBH1", 4, 12, Costs(f, i, w)).bubble == 3 * (i + max(0, f - w))
-
-
-def paddle_zb_h1(p: int, m: int) -> Schedule:
-    """Returns the order of Paddle 3.3's static ZBH1: whole backwards in the steady phase."""
-    rows = []
-    for r in range(p):
-        row = [Action("F", r, k) for k in range(p - r)]
-        for k in range(r):
-            row += (Action("I", r, k), Action("F", r, p - r + k))
-        for k in range(r, m - p + r):
-            row += (Action("B", r, k), Action("F", r, p - r + k))
-        row += [Action("B", r, k) for k in range(m - p + r, m - (r > 0))]
-        if r > 0:
-            row += (Action("I", r, m - 1), Action("W", r, m - 1))
-        row += [Action("W", r, k) for k in range(r)]
-        rows.append(tuple(row))
-    return Schedule("PaddleZBH1", Placement("loop", p), m, tuple(rows))
-
-
-@pytest.mark.parametrize(("p", "m", "theirs", "ours"), [(4, 8, 5, 3), (8, 32, 13, 7)])
-def test_the_bubble_of_paddles_static_zbh1(p: int, m: int, theirs: int, ours: int) -> None:
-    paddle = paddle_zb_h1(p, m).simulate()
-    assert paddle.bubble == theirs
-    assert paddle.peak_activations == play("ZBH1", p, m).peak_activations == (p,) * p
-    assert play("ZBH1", p, m).bubble == ours
-
-
-def test_paddles_static_zbh1_on_uneven_costs() -> None:
-    costs = Costs(3, 5, 4)
-    assert paddle_zb_h1(4, 12).simulate(costs).bubble == 21
-    assert play("ZBH1", 4, 12, costs).bubble == 15
-
-
-@pytest.mark.parametrize("p", range(3, 13))
-def test_controllable_memory_for_every_number_of_ranks(p: int) -> None:
-    half, least = play("VHalf", p, 3 * p), play("VMin", p, 3 * p)
-    assert half.bubble == (3 * p - 7 if p % 2 == 0 else 3 * p - 4)
-    assert least.bubble == (4 * p - 7 if p % 3 == 0 else 4 * p - 5)
-    assert max(half.peak_activations) == 2 * ((p + 2) // 2)
-    assert max(least.peak_activations) == 2 * ((p + 4) // 3)
 
 
 @pytest.mark.parametrize(
