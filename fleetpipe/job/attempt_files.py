@@ -258,14 +258,14 @@ def failures(directory: Path) -> list[ReportedFailure]:
     return sorted(reports, key=lambda report: report.at)
 
 
-def code_of(directory: Path, rank: int) -> int | None:
-    """Returns the exit code that a rank has written itself; None if it has written none."""
+def reported_exit_code(directory: Path, rank: int) -> int | None:
+    """Returns the exit code that a rank wrote into the folder before it ended; None without one."""
     file = directory / f"code.{rank}"
     return int(file.read_text(encoding="ascii")) if file.exists() else None
 
 
-def preempted_at(directory: Path) -> int | None:
-    """Returns how many steps an attempt saved when it was asked to end; None if it was not."""
+def steps_saved_at_stop(directory: Path) -> int | None:
+    """Returns how many steps were saved if the attempt was asked to stop; None if it was not."""
     files = directory.glob("preempted.*")
     return max((int(file.read_text(encoding="ascii")) for file in files), default=None)
 
@@ -300,8 +300,10 @@ def steps_done(directory: Path) -> int:
     return max((int(_COUNT.unpack(counter)[0]) for counter in counters), default=0)
 
 
-def page(name: str = "page") -> Callable[[int], object]:
-    """Returns a function that writes a number of steps into memory that outlives this process.
+def step_counter(name: str = "page") -> Callable[[int], object]:
+    """Returns a function that writes a number of steps where the launcher can read it.
+
+    It works in memory that outlives this process, so that the number of a killed rank is known.
 
     The memory is a file of this rank in the folder of its attempt, mapped into memory, or private
     memory without a folder. All functions for one name in one process write into the same file.

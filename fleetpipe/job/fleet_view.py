@@ -42,8 +42,8 @@ _MODES: Mapping[str, Callable[..., Any]] = {
 
 
 @contextlib.contextmanager
-def of_mesh(mesh: Mesh) -> Iterator[None]:
-    """Makes ``fleet.init`` within the context build the mesh's topology where Paddle's fails.
+def building_topology(mesh: Mesh) -> Iterator[None]:
+    """Makes ``fleet.init`` within the context build a topology that Paddle's constructor refuses.
 
     Paddle's constructor refuses cp without experts, and experts beside dp or sep; for some orders
     the groups of its topology of experts contradict each other.

@@ -27,7 +27,7 @@ from fleetpipe.job import attempt_files
 from fleetpipe.job.allow import Allow
 from fleetpipe.job.meeting import require_agreement
 from fleetpipe.job.mesh_groups import MeshGroups
-from fleetpipe.job.records import Heard, RunProgress
+from fleetpipe.job.records import LastRecord, RunProgress
 from fleetpipe.job.watch import Watch
 from fleetpipe.mesh.axes import DENSE, REPLICA, Degrees, Mesh
 from fleetpipe.mesh.groups import DirectGroup, GlooGroup, Group, SoleGroup
@@ -209,11 +209,11 @@ class Job(MeshGroups):
         """Returns the job itself: a copy of a model belongs to the same job."""
         return self
 
-    def heard(self) -> Mapping[int, Heard]:
+    def last_records(self) -> Mapping[int, LastRecord]:
         """Returns the last record of every process of the job, for its board."""
         if self._watch is not None:
-            return self._watch.heard()
-        return {0: Heard(self.progress.record(0, self.progress.action(), with_rows=True))}
+            return self._watch.last_records()
+        return {0: LastRecord(self.progress.record(0, self.progress.action(), with_rows=True))}
 
     def describe_steps(self, stages: Iterable[int], samples: int, held_cap: int | None) -> None:
         """Stores facts about the steps of this process, for the job's board.

@@ -298,7 +298,7 @@ def meet(
             )
         store.add(f"{key}/late", 1)
         absent = [rank for rank in everyone if rank not in keys]
-        let_others_go(store, f"{key}/going", [*missing, *absent])
+        wait_for_store_users(store, f"{key}/going", [*missing, *absent])
         who = f"ranks {missing}" if missing[1:] else f"rank {missing[0]}"
         return _missing_error(who, timeout, place=place)
 
@@ -306,8 +306,8 @@ def meet(
         pass
 
 
-def let_others_go(store: Store, key: str, missing: list[int] | None = None) -> None:
-    """Makes rank 0, which serves the store, wait for ranks that still use it. Collective.
+def wait_for_store_users(store: Store, key: str, missing: list[int] | None = None) -> None:
+    """Keeps rank 0, which serves the store, from leaving before the others. Collective.
 
     Args:
         store: The job's store.
@@ -525,7 +525,7 @@ def require_agreement(
         error = _disagreement_error(first, other, differing)
         # Nobody raises, and so ends the store or others' waits, before all have seen both sides.
         meet(store, f"{key}/compared", timeout, _COMPARISON, gone)
-        let_others_go(store, f"{key}/seen")
+        wait_for_store_users(store, f"{key}/seen")
         raise error
 
 

@@ -50,9 +50,9 @@ from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.distributed import (
     communicates_over_host,
     has_gloo,
+    isend_and_irecv,
     open_tcp_store,
     replacing_store_and_groups,
-    transfers,
 )
 from fleetpipe.transport import SocketTransport, Store, View, hosts
 from fleetpipe.transport.base import PROCESS_GROUP, SOCKETS, Limit, await_keys
@@ -83,7 +83,7 @@ _POLL_SECONDS = 0.001
 
 
 @contextmanager
-def made_for(number: int, store: JobStore, watch: Watch, timeout: float) -> Iterator[None]:
+def creating_groups(number: int, store: JobStore, watch: Watch, timeout: float) -> Iterator[None]:
     """Lets Paddle's ``fleet.init`` create the groups of a job within the context. Collective.
 
     Args:
@@ -123,13 +123,13 @@ def made_for(number: int, store: JobStore, watch: Watch, timeout: float) -> Iter
         yield
     # The first rank of a group serves its store: it must not leave while others make it.
     meeting.meet(store, f"fleetpipe/{number}/groups", timeout)
-    meeting.let_others_go(store, f"fleetpipe/{number}/groups/going")
+    meeting.wait_for_store_users(store, f"fleetpipe/{number}/groups/going")
 
 
-def forget_where_in_doubt(number: int, store: JobStore, meet: Callable[[], None]) -> None:
-    """Drops the groups of earlier jobs if any rank doubts them. Collective over the job.
+def drop_doubtful_groups(number: int, store: JobStore, meet: Callable[[], None]) -> None:
+    """Drops the groups of earlier jobs if, on any rank, one of these failed. Collective.
 
-    From now on the groups are in doubt until the job has ended well, see :func:`trust`.
+    The groups that this job creates count as doubtful until :func:`mark_reusable`.
 
     Args:
         number: Number of earlier jobs of these processes.
@@ -146,8 +146,8 @@ def forget_where_in_doubt(number: int, store: JobStore, meet: Callable[[], None]
     _in_doubt = True
 
 
-def trust(ended_well: bool) -> None:
-    """Notes at the end of a job whether later jobs may use its groups: if it ended well."""
+def mark_reusable(ended_well: bool) -> None:
+    """Notes at the end of a job that later jobs may use its groups, if it ended well."""
     global _in_doubt
     _in_doubt = not ended_well
 
@@ -439,7 +439,7 @@ def lanes(
         """Returns this rank's end of a lane; with Gloo it has a stream of its own."""
         sends = direction.source == view.rank
         peer = direction.target if sends else direction.source
-        isend, irecv = transfers(groups[direction], view.members[peer])
+        isend, irecv = isend_and_irecv(groups[direction], view.members[peer])
         transfer = isend if sends else irecv
         if not streams:
             return Lane(peer, view, transfer)

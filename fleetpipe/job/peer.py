@@ -144,7 +144,7 @@ class Peer:
         self._received = bytearray()
         self._refused = False
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def queue_message(self, message: dict[str, Any]) -> None:
         """Sends a message without waiting for a rank that does not read.
 
         Bytes that the kernel does not take wait for :meth:`send`. A record is dropped if earlier
@@ -160,7 +160,7 @@ class Peer:
             sent = self.sock.send(self.unsent, systems.MSG_NOSIGNAL)
             del self.unsent[:sent]
 
-    def hear(self) -> Iterator[Failure]:
+    def read_failures(self) -> Iterator[Failure]:
         """Reads the messages that have arrived, and yields the failures that they report.
 
         Raises:

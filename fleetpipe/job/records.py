@@ -284,7 +284,7 @@ def _read_rows(value: JsonValue) -> tuple[StepRow, ...]:
     return tuple(item.row(StepRow, flights=JsonValue.differences) for item in value.items())
 
 
-class Heard(NamedTuple):
+class LastRecord(NamedTuple):
     """What a process knows of one rank of the job.
 
     Attributes:
@@ -443,7 +443,7 @@ class RunProgress:
         self.held_cap: int | None = None
         #: Steps done in this attempt, and the function that writes their number.
         self._done = 0
-        self._write_done = attempt_files.page(attempt_files.DONE)
+        self._write_done = attempt_files.step_counter(attempt_files.DONE)
         #: When the last step ended, and the seconds of saves since then.
         self._ended: float | None = None
         self._save_seconds = 0.0

@@ -70,8 +70,8 @@ def begin_together(
     try:
         with watch.guarding(lambda: "beginning the job"):
             meeting.give_paddle_an_address(store, timeout)
-            paddle_groups.forget_where_in_doubt(number, store, agree)
-            with paddle_groups.made_for(number, store, watch, timeout):
+            paddle_groups.drop_doubtful_groups(number, store, agree)
+            with paddle_groups.creating_groups(number, store, watch, timeout):
                 hcg, copies = make_groups()
                 by_groups = transport == PROCESS_GROUP and mesh.degrees.pp > 1
                 groups = paddle_groups.make_groups(mesh) if by_groups else {}
@@ -100,7 +100,7 @@ def begin_together(
     job.compares_calls = not attempt_files.heals()
     job.endings += [
         paddle_groups.share_store_again,
-        lambda: paddle_groups.trust(watch.failure is None),
+        lambda: paddle_groups.mark_reusable(watch.failure is None),
     ]
     return job
 

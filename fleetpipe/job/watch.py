@@ -29,7 +29,7 @@ from fleetpipe.errors import FleetPipeError, PeerFailed, PipelineTimeout, Transp
 from fleetpipe.job import attempt_files
 from fleetpipe.job.attempt_files import Failure
 from fleetpipe.job.peer import Peer
-from fleetpipe.job.records import Heard, RankRecord, RunProgress
+from fleetpipe.job.records import LastRecord, RankRecord, RunProgress
 from fleetpipe.transport import peer_connections
 from fleetpipe.transport.base import STOPPED_SECONDS
 from fleetpipe.transport.wire.structure import Seals
@@ -303,7 +303,7 @@ class Watch:
         """Sends a message to every other rank, without waiting for ranks that do not read."""
         with self._lock:
             for peer in self._peers.values():
-                peer.tell(message)
+                peer.queue_message(message)
 
     def _make_record(self, with_rows: bool) -> RankRecord:
         """Returns this rank's record; if that fails, one with its action only."""
@@ -323,18 +323,18 @@ class Watch:
         with self._lock:
             for peer in self._peers.values():
                 fields = lean if peer.rank else content
-                peer.tell({"kind": "status", "record": fields, "call": call})
+                peer.queue_message({"kind": "status", "record": fields, "call": call})
                 if peer.unsent:
                     peer.send()
 
-    def heard(self) -> dict[int, Heard]:
+    def last_records(self) -> dict[int, LastRecord]:
         """Returns the last record of every rank, with its steps since the last call."""
         record = self._make_record(with_rows=True)
-        everyone = {self.rank: Heard(record)}
+        everyone = {self.rank: LastRecord(record)}
         for peer in self._peers.values():
             rows = tuple(peer.rows.popleft() for _ in range(len(peer.rows)))
             record = replace(peer.record, rows=rows)
-            everyone[peer.rank] = Heard(record, peer.silence, peer.left)
+            everyone[peer.rank] = LastRecord(record, peer.silence, peer.left)
         return everyone
 
     def _run(self) -> None:
@@ -382,7 +382,7 @@ class Watch:
         """Reads a rank's messages; reports its failure, or the end of its stream."""
         damage = ""
         try:
-            for failure in peer.hear():
+            for failure in peer.read_failures():
                 self._report(failure)
         except (ValueError, TransportError) as error:
             damage = f"to the watch of rank {self.rank}: {error}"

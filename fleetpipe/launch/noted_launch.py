@@ -13,7 +13,7 @@ from fleetpipe.extras import extra
 from fleetpipe.job import attempt_files
 from fleetpipe.job.watch import EXIT_CODE
 from fleetpipe.launch import forked_ranks, streams
-from fleetpipe.launch.script import end_sessions, end_with_command, in_a_shell
+from fleetpipe.launch.script import end_sessions, end_with_command, shell_exit_code
 from fleetpipe.paddle_api import launcher
 from fleetpipe.transport.base import SOCKETS
 
@@ -27,20 +27,22 @@ def launch() -> None:
     """
     streams.prepare()
     forked_ranks.load()
-    home = Path(os.environ[attempt_files.FOLDER])
-    end_with_command(functools.partial(end_sessions, home))
+    directory = Path(os.environ[attempt_files.FOLDER])
+    end_with_command(functools.partial(end_sessions, directory))
     try:
         launcher.launch(
-            on_start=functools.partial(attempt_files.note_start, home),
-            on_end=functools.partial(attempt_files.note_end, home),
-            exit_code=functools.partial(_exit_code, home),
+            on_start=functools.partial(attempt_files.note_start, directory),
+            on_end=functools.partial(attempt_files.note_end, directory),
+            exit_code=functools.partial(_exit_code, directory),
             # Whether a rank has recorded the error that it raised, which is shown already.
             is_explained=lambda: any(
-                report.failure.what == "raised" for report in attempt_files.failures(home)
+                report.failure.what == "raised" for report in attempt_files.failures(directory)
             ),
             allow_sharing=require_sockets,
             popen=forked_ranks.popen,
-            adopt=extra("healing.replacing").holder(home) if attempt_files.heals() else None,
+            adopt=extra("healing.replacing").rank_watcher(directory)
+            if attempt_files.heals()
+            else None,
         )
     except UsageError as error:
         sys.stderr.write(f"fleetpipe: {error}\n")
@@ -69,20 +71,22 @@ def require_sockets(ranks: int, cards: int) -> None:
         )
 
 
-def _exit_code(home: Path, seen: Mapping[int, int]) -> int:
+def _exit_code(directory: Path, seen: Mapping[int, int]) -> int:
     """Returns the exit code of the rank that failed first, as a shell shows it; 0 if none failed.
 
     A rank that fails because of another rank, and may end before it, has the code ``EXIT_CODE``.
 
     Args:
-        home: The folder of the attempt.
+        directory: The folder of the attempt.
         seen: The exit codes that the launcher has seen, by rank.
     """
-    codes = dict(attempt_files.ended_ranks(home))
+    codes = dict(attempt_files.ended_ranks(directory))
     for rank, code in seen.items():
         codes.setdefault(rank, code)
     # The launcher may end a rank that is cleaning up, and then sees only the signal.
-    final_codes = [attempt_files.code_of(home, rank) or code for rank, code in codes.items()]
+    final_codes = [
+        attempt_files.reported_exit_code(directory, rank) or code for rank, code in codes.items()
+    ]
     failed = [code for code in final_codes if code]
     culprits = [code for code in failed if code != EXIT_CODE] or failed
-    return in_a_shell(culprits[0] if culprits else 0)
+    return shell_exit_code(culprits[0] if culprits else 0)

@@ -24,6 +24,6 @@ if code and error is not None:
     # The watch of a job records it too; the first record counts.
     attempt_files.tell_failure(Failure.of(attempt_files.own_rank(), error))
 folder = attempt_files.folder()
-saved = folder is not None and attempt_files.preempted_at(folder) is not None
+saved = folder is not None and attempt_files.steps_saved_at_stop(folder) is not None
 # For any other code than 0 the launcher ends the other ranks.
 sys.exit(0 if saved and code in (attempt_files.PREEMPTED, attempt_files.INTERRUPTED) else code)

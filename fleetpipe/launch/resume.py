@@ -76,7 +76,7 @@ class Run:
         self._state = state
         self._manager = manager
         self._kept = kept
-        self._write_begun = attempt_files.page()
+        self._write_begun = attempt_files.step_counter()
         current = job.current_job()
         timeout = DEFAULT_TIMEOUT if current is None else current.timeout
         self._stopping = Stopping(job.all_ranks(), timeout)

@@ -299,21 +299,21 @@ def launch(options: argparse.Namespace, *words: str) -> int:
                 signal_ranks(folder, next(next_signals, systems.SIGKILL))
         if process.returncode and not interrupted:
             _show_failure(folder)
-        saved = attempt_files.preempted_at(folder)
+        saved = attempt_files.steps_saved_at_stop(folder)
     if interrupted:
         if saved is None:
             sys.stderr.write("fleetpipe: interrupted\n")
         return attempt_files.INTERRUPTED
-    return in_a_shell(process.returncode)
+    return shell_exit_code(process.returncode)
 
 
-def _show_failure(home: Path) -> None:
+def _show_failure(directory: Path) -> None:
     """Prints the error of the rank that failed first, unless rank 0 has printed the same error.
 
     Args:
-        home: The folder of the attempt.
+        directory: The folder of the attempt.
     """
-    failures = [report.failure for report in attempt_files.failures(home)]
+    failures = [report.failure for report in attempt_files.failures(directory)]
     printed = {failure.text for failure in failures if failure.rank == 0}
     if failures and failures[0].what == "raised" and failures[0].text not in printed:
         first = failures[0]
@@ -328,19 +328,19 @@ def remove_logs_beyond(folder: Path, ranks: int) -> None:
             log.unlink(missing_ok=True)
 
 
-def signal_ranks(home: Path, number: int, but: Container[int] = ()) -> set[int]:
+def signal_ranks(directory: Path, number: int, but: Container[int] = ()) -> set[int]:
     """Sends a signal to the processes of an attempt's ranks that have not ended.
 
     Args:
-        home: The folder of the attempt.
+        directory: The folder of the attempt.
         number: The signal.
         but: Ranks that do not get it.
 
     Returns:
         The ranks that have been started so far.
     """
-    ended = {rank for rank, _ in attempt_files.ended_ranks(home)}
-    started = attempt_files.started_ranks(home)
+    ended = {rank for rank, _ in attempt_files.ended_ranks(directory)}
+    started = attempt_files.started_ranks(directory)
     for rank, process in started:
         if rank not in ended and rank not in but:
             with suppress(ProcessLookupError):
@@ -348,13 +348,13 @@ def signal_ranks(home: Path, number: int, but: Container[int] = ()) -> set[int]:
     return {rank for rank, _ in started}
 
 
-def end_sessions(home: Path) -> None:
-    """Kills the processes that an attempt's ranks have left behind; ``home`` is its folder."""
-    for _, process in attempt_files.started_ranks(home):
+def end_sessions(directory: Path) -> None:
+    """Kills the processes that an attempt's ranks have left behind; ``directory`` is its folder."""
+    for _, process in attempt_files.started_ranks(directory):
         systems.end_session(process)
 
 
-def in_a_shell(code: int) -> int:
+def shell_exit_code(code: int) -> int:
     """Returns a process's exit code as a shell shows it: 128 + n for -n, if signal n ended it."""
     return code if code >= 0 else 128 - code
 

@@ -132,7 +132,7 @@ def secret_of_run(secret: bytes, namespace: str, token: str) -> bytes:
     return hmac.digest(secret, f"run {namespace} {token}".encode(), "sha256")
 
 
-def connects(
+def connecting_side(
     secret: bytes, rank: int, peer: int, ranks: int, stream: int = 0, attempt: int = 0
 ) -> Exchange:
     """Runs the handshake at the end that connected, as a generator; see the module.
@@ -161,7 +161,9 @@ def connects(
     return Greeting(peer, stream, _make_seals(secret, b"connects", b"accepts", transcript))
 
 
-def accepts(secret: bytes, rank: int, ranks: int, streams: int = 1, attempt: int = 0) -> Exchange:
+def accepting_side(
+    secret: bytes, rank: int, ranks: int, streams: int = 1, attempt: int = 0
+) -> Exchange:
     """Runs the handshake at the end that accepted a connection, as a generator; see the module.
 
     Args:

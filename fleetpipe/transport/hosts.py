@@ -174,7 +174,7 @@ def listen_tcp(address: str) -> Listener:
             address, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         sock = socket.socket(family, kind, protocol)
-        enlarge(sock)
+        set_socket_options(sock)
         sock.bind(socket_address)
         sock.listen(128)
     except OSError as error:
@@ -216,7 +216,7 @@ def dial(address: str) -> socket.socket:
         sock = socket.socket(family, socket.SOCK_STREAM)
         target = (host, int(port))
     sock.setblocking(False)
-    enlarge(sock)
+    set_socket_options(sock)
     try:
         with contextlib.suppress(BlockingIOError):
             sock.connect(target)
@@ -228,7 +228,7 @@ def dial(address: str) -> socket.socket:
     return sock
 
 
-def enlarge(sock: socket.socket) -> None:
+def set_socket_options(sock: socket.socket) -> None:
     """Asks for large kernel buffers; over TCP also for no delay, and a check for dead hosts."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)

@@ -392,7 +392,7 @@ class _Joining:
             except OSError:
                 self._redials.append((now + _RETRY_SECONDS, dialled))
                 continue
-            exchange = handshake.connects(
+            exchange = handshake.connecting_side(
                 self._secret,
                 meeting.rank,
                 dialled.peer,
@@ -412,12 +412,12 @@ class _Joining:
             sock.close()
             return
         sock.setblocking(False)
-        hosts.enlarge(sock)
+        hosts.set_socket_options(sock)
         strangers = self._unproved_connections()
         if len(strangers) >= MOST_STRANGERS:
             self._drop(strangers[0])
         meeting, streams = self._meeting, len(self._streams)
-        exchange = handshake.accepts(
+        exchange = handshake.accepting_side(
             self._secret, meeting.rank, meeting.ranks, streams, self._attempt
         )
         self._add_pending(PendingConnection(sock, exchange), selectors.EVENT_READ)

@@ -286,7 +286,7 @@ class SocketTransport:
             if not behind:
                 return
             for peer in behind:
-                self._connections[peer].outbox.ask()
+                self._connections[peer].outbox.request_wake()
             if any(self._connections[p].outbox.backlog for p in behind) and not self._wait(limit):
                 who = f"ranks {behind}" if behind[1:] else f"rank {behind[0]}"
                 raise PipelineTimeout(
@@ -365,7 +365,7 @@ class SocketTransport:
         limit = Limit(self.timeout)
         route = Route(key, self.rank, connection.peer)
         while True:
-            connection.outbox.ask()
+            connection.outbox.request_wake()
             if connection.outbox.backlog < self._backlog:
                 return
             self._raise_if_any_died(route)

@@ -99,7 +99,7 @@ class Connection:
             sock: The socket.
             rank: This rank.
             peer: The peer's rank.
-            wake: Called from the writer thread when bytes have left; see :meth:`Outbox.ask`.
+            wake: Called from the writer thread when bytes have left: :meth:`Outbox.request_wake`.
             seals: Proofs of who sent each part of the stream, if the job has a secret.
         """
         self.peer = peer
@@ -270,7 +270,7 @@ class Outbox:
 
         Args:
             sock: A connected stream socket; it becomes non-blocking.
-            wake: Called from the writer thread when bytes have left; see :meth:`ask`.
+            wake: Called from the writer thread when bytes have left; see :meth:`request_wake`.
         """
         # Not by a flag of each call: on macOS MSG_DONTWAIT has no effect on sends.
         sock.setblocking(False)
@@ -313,7 +313,7 @@ class Outbox:
             )
             self._writer.start()
 
-    def ask(self) -> None:
+    def request_wake(self) -> None:
         """Requests one call of ``wake`` the next time that the writer thread has sent bytes."""
         with self._changed:
             self._wake_requested = True

@@ -161,7 +161,7 @@ def test_rank_0_stays_until_the_others_have_gone(monkeypatch: Patch) -> None:
         if rank == 2:
             assert rank_1_has_gone.wait(15)
         came = time.monotonic()
-        meeting.let_others_go(store, "end")
+        meeting.wait_for_store_users(store, "end")
         if rank == 1:
             rank_1_has_gone.set()
         return came, time.monotonic()

@@ -28,7 +28,7 @@ def test_without_a_folder_nothing_is_told(monkeypatch: Patch) -> None:
     attempt_files.tell_failure(Failure(0, "raised", "boom"))
     attempt_files.tell_code(1)
     attempt_files.tell_preempted(3)
-    attempt_files.page()(8)
+    attempt_files.step_counter()(8)
     assert attempt_files.folder() is None
     assert attempt_files.number() == 0
 
@@ -43,10 +43,10 @@ def test_what_ranks_tell_is_read_in_its_order(monkeypatch: Patch, tmp_path: Path
     attempt_files.tell_failure(second)
     attempt_files.tell_failure(first)  # what a rank learns later is not what failed first
     assert [told.failure for told in attempt_files.failures(tmp_path)] == [first, second]
-    assert [attempt_files.code_of(tmp_path, rank) for rank in (0, 1)] == [None, 70]
-    assert attempt_files.preempted_at(tmp_path) is None
+    assert [attempt_files.reported_exit_code(tmp_path, rank) for rank in (0, 1)] == [None, 70]
+    assert attempt_files.steps_saved_at_stop(tmp_path) is None
     attempt_files.tell_preempted(12)
-    assert attempt_files.preempted_at(tmp_path) == 12
+    assert attempt_files.steps_saved_at_stop(tmp_path) == 12
 
 
 def test_two_threads_that_tell_at_once_leave_one_of_their_failures(

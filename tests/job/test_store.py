@@ -163,8 +163,8 @@ def made(monkeypatch: Patch) -> Iterator[list[list[int]]]:
 
 def begin(number: int, store: Any, watch: Any, *groups: list[int]) -> list[Any]:
     """Has a job make these groups; returns them."""
-    paddle_groups.forget_where_in_doubt(number, store, lambda: None)
-    with paddle_groups.made_for(number, store, watch, 5.0):
+    paddle_groups.drop_doubtful_groups(number, store, lambda: None)
+    with paddle_groups.creating_groups(number, store, watch, 5.0):
         return [paddle.distributed.new_group(ranks=ranks) for ranks in groups]
 
 
@@ -174,7 +174,7 @@ def test_a_job_takes_the_groups_of_earlier_ones_by_members_and_order(
     store, watch = FullStore(), NoWatch()
     pair, alone = [0, 1], [1]
     assert begin(0, store, watch, pair, alone, pair) == [1, 2, 3]
-    paddle_groups.trust(True)
+    paddle_groups.mark_reusable(True)
     assert begin(1, store, watch, pair, pair, [1, 0], alone) == [1, 3, 4, 2]
     assert made == [pair, alone, pair, [1, 0]]
     what = "making Paddle's group of ranks [0, 1]"
@@ -185,7 +185,7 @@ def test_a_job_takes_the_groups_of_earlier_ones_by_members_and_order(
 def test_groups_that_some_rank_doubts_are_made_anew(whose: str, made: list[list[int]]) -> None:
     store, watch = FullStore(), NoWatch()
     begin(0, store, watch, [0, 1])
-    paddle_groups.trust(whose != "own")
+    paddle_groups.mark_reusable(whose != "own")
     if whose == "another's":
         store.add("fleetpipe/1/groups/in_doubt", 1)
     assert begin(1, store, watch, [0, 1]) == [2]
@@ -208,7 +208,7 @@ def test_what_gloo_says_is_told_as_what_it_means() -> None:
         (ValueError("a strategy is no number"), ValueError),
         (ConfigError("/paddle/ is no folder"), ConfigError),
     ):
-        making: Any = paddle_groups.made_for(0, store, watch, 5.0)  # type: ignore[arg-type]
+        making: Any = paddle_groups.creating_groups(0, store, watch, 5.0)  # type: ignore[arg-type]
         with pytest.raises(kind) as told, making:
             raise raised
         assert (kind in (PeerFailed, TransportError)) == (told.value is not raised)

@@ -255,7 +255,9 @@ def test_a_peer_that_does_not_read_holds_up_nobody(begin: Begin) -> None:
     # Without its lock the second one cannot read, however fast this thread writes.
     with first._lock, second._lock:
         while not peer.unsent:
-            peer.tell({"kind": "status", "record": record_of_rank, "call": [*CollectiveCall()]})
+            peer.queue_message(
+                {"kind": "status", "record": record_of_rank, "call": [*CollectiveCall()]}
+            )
     fail(first, ValueError("boom"))
     assert soon(lambda: third.failure)
 

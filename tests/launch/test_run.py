@@ -158,7 +158,9 @@ def test_a_script_sees_and_ends_what_it_would_under_python(
     env = {attempt_files.FOLDER: str(tmp_path)}
     found = launch(LAUNCHED, None, args=["run", *words], cwd=tmp_path, env=env, check=False)
     assert found.returncode == returncode == code
-    assert attempt_files.code_of(tmp_path, 0) == code  # what the launcher of several ranks goes by
+    assert (
+        attempt_files.reported_exit_code(tmp_path, 0) == code
+    )  # what the launcher of several ranks goes by
     assert found.logs[0].endswith(told)
     if code == 7:
         command = [sys.executable, "-u", "-W", "ignore", "-m", "fleetpipe", "run", *words]

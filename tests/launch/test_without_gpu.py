@@ -11,6 +11,7 @@ import pytest
 
 from fleetpipe.launch.substitution import without_gpu
 from fleetpipe.paddle_api.device import device_kind
+from tests.fixtures import Patch
 
 pytestmark = pytest.mark.skipif(device_kind() == "gpu", reason="a GPU has these methods")
 
@@ -22,7 +23,7 @@ def moved(tensor: Any) -> Any:
 @pytest.mark.skipif(
     "paddle.distributed.flex_checkpoint" not in sys.modules, reason="2.6.2 has no flex_checkpoint"
 )
-def test_checkpoints_get_a_copy_and_nobody_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_get_a_copy_and_nobody_else_does(monkeypatch: Patch) -> None:
     from paddle.distributed.flex_checkpoint.dcp import full_param, load_state_dict
 
     def refused(_: Any) -> None:

@@ -1,6 +1,6 @@
 """The launcher's part in healing: it forks a process, with Paddle loaded, to replace a rank.
 
-Start with ``Healer.settle``, which the launcher calls again and again.
+Start with ``Healer.handle_ended_processes``, which the launcher calls again and again.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Rank(WatchedProcess):
 
         First the healer handles the processes that have ended, and may start others.
         """
-        self._healer.settle()
+        self._healer.handle_ended_processes()
         return self.code
 
     def send_signal(self, number: int) -> None:
@@ -85,12 +85,12 @@ class Healer:
         self._raised_in: set[tuple[int, int]] = set()
         self._loaded = False
 
-    def hold(self, started: RankProcess) -> Rank:
+    def watch(self, started: RankProcess) -> Rank:
         """Takes a process that has started; returns what the launcher watches in its place."""
         self._ranks.append(Rank(started, self))
         return self._ranks[-1]
 
-    def settle(self) -> None:
+    def handle_ended_processes(self) -> None:
         """Handles the processes that have ended since the last call: replaces them, or notes it.
 
         The first call, after the ranks have been started, loads the modules of a replacement.
@@ -160,7 +160,7 @@ class Healer:
         for ended in self._ranks:
             if ended.code == 0:
                 return _ENDED.format(ended.started.rank)
-        if attempt_files.preempted_at(self._directory) is not None:
+        if attempt_files.steps_saved_at_stop(self._directory) is not None:
             return "the job was asked to stop"
         failures = [report.failure for report in attempt_files.failures(self._directory)]
         if any(failure.permanent for failure in failures):
@@ -168,7 +168,7 @@ class Healer:
         of_rank = [failure.what for failure in failures if failure.rank == rank]
         if any(what not in ("died", "raised") for what in of_rank):
             return "no rank died: a wait has ended"
-        if code == EXIT_CODE == attempt_files.code_of(self._directory, rank):
+        if code == EXIT_CODE == attempt_files.reported_exit_code(self._directory, rank):
             return f"rank {rank} noticed a death where it cannot go back"
         step = attempt_files.steps_begun(self._directory).get(rank, -1)
         if "raised" in of_rank:
@@ -208,16 +208,16 @@ class Healer:
         attempt_files.note_start(self._directory, number, rank.pid)
 
 
-def holder(directory: Path) -> Callable[[RankProcess], Rank]:
-    """Returns the function that the launcher calls with each process that it has started.
+def rank_watcher(directory: Path) -> Callable[[RankProcess], Rank]:
+    """Returns a function that the launcher calls with each process that it has started.
 
-    It returns the object that the launcher watches in the place of the process; so the attempt
-    heals.
+    The function returns an object that the launcher watches instead of the process: it replaces a
+    process that dies.
 
     Args:
         directory: The directory of the attempt's files.
     """
-    return Healer(directory, int(os.environ[attempt_files.HEAL])).hold
+    return Healer(directory, int(os.environ[attempt_files.HEAL])).watch
 
 
 def _replacement_program(started: RankProcess, number: int) -> Program:

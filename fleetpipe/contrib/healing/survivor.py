@@ -42,7 +42,7 @@ _POLL_SECONDS = 0.01
 _CHANGE_SECONDS = 2.0
 
 
-def record_of(batch: Any, before: Any, generators: Any) -> Record:
+def make_record(batch: Any, before: Any, generators: Any) -> Record:
     """Returns the record of a ``TrainingBatch`` that has not run.
 
     Args:
@@ -264,7 +264,7 @@ class Healing:
         # A process that joins does not repeat the comparisons of the others' first batch.
         with self._job.apart() if self._has_yet_to_join else contextlib.nullcontext():
             begun = begin(data)
-        batch = batch._replace(record=record_of(begun, batch.before, self._kept.generators))
+        batch = batch._replace(record=make_record(begun, batch.before, self._kept.generators))
         write_record(self._directory, batch.call.step, batch.record)
         if self._job.alone:
             self.meet()

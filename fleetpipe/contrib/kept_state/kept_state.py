@@ -393,7 +393,7 @@ class KeptState:
             self._index = {
                 **self._layout,
                 # The stages of a static program are fixed.
-                "narrows": ["dp"] if static else [*self._ranks.axes_that_narrow],
+                "narrows": ["dp"] if static else [*self._ranks.shrinkable_axes],
                 "samples": self._samples,
                 "place": self._ranks.coordinates.to_json(),
                 "order": [*model.order()],

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from fleetpipe.job import attempt_files
 from fleetpipe.job.attempt_files import Failure
 from fleetpipe.job.watch import EXIT_CODE
-from fleetpipe.launch.script import in_a_shell
+from fleetpipe.launch.script import shell_exit_code
 
 #: The variable with the cards that a process sees; Paddle's launcher gives each rank one of them.
 _CARDS = "CUDA_VISIBLE_DEVICES"
@@ -85,7 +85,7 @@ class RankPositions(NamedTuple):
     def without(
         self, rank: int, ranks: int, left: int, step: int | None, seconds: float
     ) -> RankPositions:
-        """Returns the positions of the next attempt, without that of a rank, which is given up.
+        """Returns the positions of the next attempt; the one of a failed rank is given up.
 
         Args:
             rank: The rank whose position is given up.
@@ -100,17 +100,17 @@ class RankPositions(NamedTuple):
         lost = (*self.lost, used[rank])
         return RankPositions(working[:left], lost, max(self.total, ranks), left, step, seconds)
 
-    def environment(self, here: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """Returns variables for the ranks: the number of all positions, and the used cards.
+    def environment(self, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """Returns variables for the ranks: the number of all positions, and the GPUs to use.
 
         Args:
-            here: The environment of this process.
+            inherited: The environment of this process.
         """
         if not self.used:
             return {}
         # Without the variable a process sees all cards of the host, by their numbers.
         numbers = map(str, range(self.total)) if os.path.exists(_CARDS_DRIVER) else ()
-        names = here[_CARDS].split(",") if _CARDS in here else [*numbers]
+        names = inherited[_CARDS].split(",") if _CARDS in inherited else [*numbers]
         used_cards = [names[position] for position in self.used if position < len(names)]
         used_cards = [name for name in used_cards if name]
         cards = {_CARDS: ",".join(used_cards)} if used_cards else {}
@@ -149,21 +149,20 @@ class Verdict:
     suspect: int | None = None
     died: frozenset[int] = frozenset()
 
-    def repeats(self, other: Verdict) -> bool:
-        """Returns whether this failure is the same as another one.
+    def repeats(self, earlier: Verdict) -> bool:
+        """Returns whether this failure is the same as that of an earlier attempt.
 
         Two failures are the same in the same step. Before the first step, in which a rank may be
         killed while it starts, they are the same if both raised the same kind of error in the same
         line.
         """
-        if self.step is None or other.step is None:
-            both = self.raised and other.raised
-            return self.step is other.step and both and self._cause() == other._cause()
-        return self.step == other.step
+        if self.step is not None or earlier.step is not None:
+            return self.step == earlier.step
+        return self.raised and earlier.raised and self._cause() == earlier._cause()
 
     @property
     def disk_full(self) -> str:
-        """What to do about a full disk, if one caused the failure, and not the step; else ""."""
+        """What the user can do, if a full disk or a limit on files caused the failure; else ""."""
         words = f"{self.culprit}\n{self.details}"
         return next((to_do for error, to_do in _DISK_REMEDIES.items() if error in words), "")
 
@@ -176,25 +175,25 @@ class Verdict:
         return error.partition(":")[0], re.findall(r'File "[^"]+", line \d+', self.details)[-1:]
 
 
-def judge(home: Path, code: int, shown: int | None = None) -> Verdict:
-    """Returns how an attempt ended, by the records of its ranks and its launcher.
+def judge(directory: Path, code: int, shown: int | None = None) -> Verdict:
+    """Returns how an attempt ended, by what its ranks and its launcher wrote into its folder.
 
     Args:
-        home: The folder of the attempt.
+        directory: The folder of the attempt.
         code: The exit code of the launcher.
         shown: The rank whose output is on the terminal; None if no rank's is.
     """
-    saved = attempt_files.preempted_at(home)
+    saved = attempt_files.steps_saved_at_stop(directory)
     if code == 0 or saved is not None:
         return Verdict(code, saved)
-    steps = attempt_files.steps_begun(home)
-    rank, failed, failure = _find_first_failure(home)
+    steps = attempt_files.steps_begun(directory)
+    rank, failed, failure = _find_first_failure(directory)
     if rank is None:
         return Verdict(code, culprit=f"Paddle's launcher ended with {code}")
     step = steps.get(rank, max(steps.values(), default=None))
-    done = attempt_files.steps_done(home) if step is None else None
-    name, code = f"rank {rank}", in_a_shell(failed) or code
-    last = dict(attempt_files.ended_ranks(home))  # a rank that was replaced has ended twice
+    done = attempt_files.steps_done(directory) if step is None else None
+    name, code = f"rank {rank}", shell_exit_code(failed) or code
+    last = dict(attempt_files.ended_ranks(directory))  # a rank that was replaced has ended twice
     died = frozenset(each for each, last_code in last.items() if last_code < 0)
     if failure is None:
         words = f"{name} {_describe_exit(failed)} without a word"
@@ -203,7 +202,7 @@ def judge(home: Path, code: int, shown: int | None = None) -> Verdict:
     words = f"{name} {failure.what}{signalled}: {failure.text}"
     details = "\n".join(failure.details.rstrip().splitlines()[-_MOST_LINES:])
     raised = failure.what == "raised"
-    raising = {report.failure.rank for report in attempt_files.failures(home)}
+    raising = {report.failure.rank for report in attempt_files.failures(directory)}
     is_suspect = failure.what == "died" or (raised and step is None and raising == {rank})
     suspect = rank if is_suspect else None
     if failure.what == "timed out" and len(died) == 1:
@@ -223,17 +222,17 @@ def judge(home: Path, code: int, shown: int | None = None) -> Verdict:
     )
 
 
-def _find_first_failure(home: Path) -> tuple[int | None, int, Failure | None]:
+def _find_first_failure(directory: Path) -> tuple[int | None, int, Failure | None]:
     """Returns the rank that failed first, its exit code, and its failure record.
 
     Returns:
         (None, 0, None) if no rank has failed; the record is None if the rank wrote none.
     """
-    failures = [report.failure for report in attempt_files.failures(home)]
+    failures = [report.failure for report in attempt_files.failures(directory)]
     # The exit codes in the order in which the processes ended, as (rank, code).
     ended = [
-        (rank, attempt_files.code_of(home, rank) or code)
-        for rank, code in attempt_files.ended_ranks(home)
+        (rank, attempt_files.reported_exit_code(directory, rank) or code)
+        for rank, code in attempt_files.ended_ranks(directory)
     ]
     failed = [(rank, code) for rank, code in ended if code]
     # A rank that ends with EXIT_CODE does so because another one has failed.
@@ -275,8 +274,8 @@ class Attempt(NamedTuple):
     positions: RankPositions = RankPositions()
 
 
-class End(NamedTuple):
-    """Decides that the job ends.
+class EndJob(NamedTuple):
+    """The decision that the job ends.
 
     Attributes:
         code: The exit code of the job.
@@ -287,8 +286,8 @@ class End(NamedTuple):
     lines: tuple[str, ...] = ()
 
 
-class Again(NamedTuple):
-    """Decides that the job is started again.
+class RestartJob(NamedTuple):
+    """The decision that the job is started again.
 
     Attributes:
         attempt: The next attempt.
@@ -316,7 +315,7 @@ def decide_next(
     verdict: Verdict,
     max_restart: int,
     stopped_by: int | None = None,
-) -> End | Again:
+) -> EndJob | RestartJob:
     """Decides what follows an attempt that has ended, in a job whose number of ranks is fixed.
 
     Args:
@@ -328,35 +327,35 @@ def decide_next(
     interrupted = verdict.code == attempt_files.INTERRUPTED and stopped_by == signal.SIGINT
     if verdict.saved is not None:
         code = attempt_files.INTERRUPTED if interrupted else attempt_files.PREEMPTED
-        return End(code, (attempt_files.how_to_go_on(interrupted, verdict.saved),))
+        return EndJob(code, (attempt_files.how_to_go_on(interrupted, verdict.saved),))
     if interrupted:
-        return End(attempt_files.INTERRUPTED, ("interrupted",))
+        return EndJob(attempt_files.INTERRUPTED, ("interrupted",))
     if verdict.code == 0:
-        return End(0)
+        return EndJob(0)
     return _decide_after_failure(attempt, verdict, max_restart, stopped_by)
 
 
 def _decide_after_failure(
     attempt: Attempt, verdict: Verdict, max_restart: int, stopped_by: int | None
-) -> End | Again:
+) -> EndJob | RestartJob:
     """Decides what follows an attempt that has failed; see :func:`decide_next`."""
     failure = _describe_failure(attempt.number, verdict)
     if stopped_by is not None:
         line = f"asked to stop by {signal.Signals(stopped_by).name}, the job saved nothing: "
         line += "a script saves first where it goes by fleetpipe.resume, within --grace"
-        return End(in_a_shell(-stopped_by), (failure, line))
+        return EndJob(shell_exit_code(-stopped_by), (failure, line))
     if verdict.permanent:
-        return End(verdict.code, (failure, "no restart mends this error: the job has failed"))
+        return EndJob(verdict.code, (failure, "no restart mends this error: the job has failed"))
     if attempt.failed is not None and verdict.repeats(attempt.failed):
         is_step_at_fault = verdict.step is not None and not verdict.disk_full
         code = POISONED if is_step_at_fault else verdict.code
-        return End(code, (failure, _explain_repetition(verdict)))
+        return EndJob(code, (failure, _explain_repetition(verdict)))
     if attempt.restarts == max_restart:
         why = f"all {max_restart} restarts are used: the job has failed"
-        return End(verdict.code, (failure, why))
+        return EndJob(verdict.code, (failure, why))
     following = Attempt(attempt.number + 1, attempt.restarts + 1, verdict, attempt.positions)
     line = f"attempt {following.number} begins: restart {following.restarts} of {max_restart}"
-    return Again(following, (failure, line))
+    return RestartJob(following, (failure, line))
 
 
 def _describe_failure(number: int, verdict: Verdict) -> str:
@@ -369,7 +368,7 @@ def _describe_failure(number: int, verdict: Verdict) -> str:
 
 
 def _describe_progress(verdict: Verdict) -> str:
-    """Returns the part of a line that says how many steps ran; "" if the step is known."""
+    """Returns how many steps ran, as a part of a line; "" if the step that failed is known."""
     if verdict.done is None:
         return ""
     steps = "1 step" if verdict.done == 1 else f"{verdict.done} steps"
@@ -402,61 +401,61 @@ class KeptRanks(NamedTuple):
     smaller: tuple[int, ...]
 
     def fewer(self, ranks: int) -> int:
-        """Returns the largest allowed number of ranks below ``ranks``; 0 if there is none."""
+        """Returns the largest number of ranks below ``ranks`` that is allowed; 0 if none is."""
         return next((number for number in self.smaller if number < ranks), 0)
 
 
 def decide_with_fewer(
     attempt: Attempt,
     verdict: Verdict,
-    then: End | Again,
+    default: EndJob | RestartJob,
     kept: Callable[[], KeptRanks | None],
     least: int,
     seconds: float,
-) -> End | Again:
+) -> EndJob | RestartJob:
     """Decides what follows an attempt that failed, in a job that may go on with fewer ranks.
 
     Args:
         attempt: The attempt.
         verdict: How it ended.
-        then: The decision if no position is given up.
+        default: The decision if no position is given up.
         kept: Returns the newest state that the ranks have stored; None if there is none.
         least: The smallest number of ranks.
         seconds: The seconds after which a position is tried again.
     """
     rank, before, newest = verdict.suspect, attempt.positions, kept()
     if newest is None:
-        return then
+        return default
     if verdict.permanent and before.used and newest.ranks != len(before.used):
         # The script refuses these ranks before a first step: its layers may not divide so.
         refused = len(before.used)
         fewer = newest.fewer(refused)
         if fewer < least:
-            return then
+            return default
         positions = before._replace(used=before.used[:fewer], remaining=fewer)
         why = f"the script refuses {refused} ranks"
-        return _decide_fewer(attempt, why, newest.step, positions, then)
+        return _decide_fewer(attempt, why, newest.step, positions, default)
     if rank is None or verdict.permanent:
-        return then
+        return default
     # A trial of given-up positions lasts until all ranks together have stored a step: until then
     # the newest state is still that of the fewer ranks.
     fails_trial = before.fails_trial(rank, verdict.step) and newest.ranks == before.remaining
-    if not fails_trial and not _is_given_up(attempt, verdict, rank, then):
-        return then
+    if not fails_trial and not _is_given_up(attempt, verdict, rank, default):
+        return default
     ranks = before.ranks or newest.ranks
     fewer = before.remaining if fails_trial else newest.fewer(ranks)
     if fewer < least:
         why = f"--least {least} allows no fewer ranks" if fewer else "the script takes no fewer"
-        return then._replace(lines=(*then.lines, f"rank {rank} is not given up: {why}"))
+        return default._replace(lines=(*default.lines, f"rank {rank} is not given up: {why}"))
     seconds = 2 * before.seconds if fails_trial else seconds
     positions = before.without(rank, ranks, fewer, verdict.step, seconds)
     why = f"rank {rank} is given up, and tried again after {seconds:g} s"
-    return _decide_fewer(attempt, why, newest.step, positions, then)
+    return _decide_fewer(attempt, why, newest.step, positions, default)
 
 
 def _decide_fewer(
-    attempt: Attempt, why: str, step: int, positions: RankPositions, then: End | Again
-) -> Again:
+    attempt: Attempt, why: str, step: int, positions: RankPositions, default: EndJob | RestartJob
+) -> RestartJob:
     """Returns the decision to go on with fewer ranks.
 
     Args:
@@ -464,23 +463,23 @@ def _decide_fewer(
         why: Why, for the user.
         step: The number of steps after which the job goes on.
         positions: The positions of the next attempt.
-        then: The decision if no position were given up; its first line says how the attempt failed.
+        default: The decision if no position were given up; its first line describes the failure.
     """
     count = "1 rank" if positions.remaining == 1 else f"{positions.remaining} ranks"
     line = (
         f"{why}: the job goes on after {step} steps, from memory, with {count} of {positions.total}"
     )
-    return Again(Attempt(attempt.number + 1, positions=positions), (then.lines[0], line))
+    return RestartJob(Attempt(attempt.number + 1, positions=positions), (default.lines[0], line))
 
 
-def decide_with_all(attempt: Attempt, step: int) -> Again:
+def decide_with_all(attempt: Attempt, step: int) -> RestartJob:
     """Returns the decision to start all ranks again after ``step`` steps, on all positions."""
     positions = attempt.positions._replace(used=(), since=step)
     line = f"after {step} steps the job goes on with all {positions.total} ranks again"
-    return Again(Attempt(attempt.number + 1, attempt.restarts, positions=positions), (line,))
+    return RestartJob(Attempt(attempt.number + 1, attempt.restarts, positions=positions), (line,))
 
 
-def decide_with_as_many(attempt: Attempt, then: End | Again) -> Again:
+def decide_with_as_many(attempt: Attempt, default: EndJob | RestartJob) -> RestartJob:
     """Returns the decision to go on with as many ranks after they failed to save and end.
 
     Fewer ranks were asked to save and end, so that all ranks could start again; they failed, as on
@@ -488,28 +487,30 @@ def decide_with_as_many(attempt: Attempt, then: End | Again) -> Again:
 
     Args:
         attempt: The attempt that failed.
-        then: The decision in a job whose number of ranks is fixed.
+        default: The decision in a job whose number of ranks is fixed.
     """
     positions = attempt.positions._replace(seconds=2 * attempt.positions.seconds)
     line = f"as many ranks go on, and all of them are tried after {positions.seconds:g} s"
     following = Attempt(attempt.number + 1, attempt.restarts, positions=positions)
-    return Again(following, (then.lines[0], line))
+    return RestartJob(following, (default.lines[0], line))
 
 
-def _is_given_up(attempt: Attempt, verdict: Verdict, rank: int, then: End | Again) -> bool:
-    """Returns whether the position of a rank, which failed first, is given up.
+def _is_given_up(
+    attempt: Attempt, verdict: Verdict, rank: int, default: EndJob | RestartJob
+) -> bool:
+    """Returns whether a failed rank's position on the host counts as broken, and gets no rank.
 
     Args:
         attempt: The attempt that failed.
         verdict: How it ended.
         rank: The rank.
-        then: The decision if the position is not given up.
+        default: The decision if the position is not given up.
     """
     positions, before = attempt.positions, attempt.failed
     if positions.used and verdict.step is not None and verdict.step == positions.since:
         return False  # the step fails on other positions too
     # Whether the job ends if no position is given up: then the failure of one rank may be enough.
-    ends = isinstance(then, End)
+    ends = isinstance(default, EndJob)
     if before is None:
         return ends
     if before.suspect == rank or rank in before.died:  # two positions may break at once

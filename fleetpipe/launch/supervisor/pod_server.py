@@ -36,7 +36,7 @@ signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # type: ignore[attr-defi
 
 from fleetpipe.launch import forked_ranks, streams  # noqa: E402
 from fleetpipe.launch.noted_launch import launch  # noqa: E402
-from fleetpipe.launch.script import in_a_shell  # noqa: E402
+from fleetpipe.launch.script import shell_exit_code  # noqa: E402
 from fleetpipe.launch.supervisor import pods  # noqa: E402
 
 
@@ -70,7 +70,7 @@ def _run_attempt(order: pods.Order, supervisor: socket.socket) -> int:
         os.kill(process, signal.SIGABRT)  # SIGTERM would be passed on to the ranks
     os.close(read_end)
     _, status = os.waitpid(process, 0)
-    return in_a_shell(os.waitstatus_to_exitcode(status))
+    return shell_exit_code(os.waitstatus_to_exitcode(status))
 
 
 def _run_launcher(order: pods.Order) -> NoReturn:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fleetpipe import systems
 from fleetpipe.errors import UsageError
-from fleetpipe.launch.script import in_a_shell
+from fleetpipe.launch.script import shell_exit_code
 
 _SERVER = Path(__file__).with_name("pod_server.py")
 #: The line that ends an attempt.
@@ -104,7 +104,7 @@ class Pods:
             with contextlib.suppress(ConnectionResetError):
                 more = self._socket.recv(1 << 12)
             if not more:
-                code = in_a_shell(self._process.wait())
+                code = shell_exit_code(self._process.wait())
                 systems.end_session(self._process.pid)  # a launcher that it has started
                 if self._loading.exists():
                     raise self._loading_error(code)

@@ -1,7 +1,7 @@
 """Starts the ranks of a job on this host, stops them, and restarts all of them if one fails.
 
-Start with :func:`run`. ``Supervisor`` runs one attempt after another, ``Local`` starts and stops
-the ranks.
+Start with :func:`run`. ``Supervisor`` runs one attempt after another, ``LocalRanks`` starts and
+stops the ranks.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from fleetpipe.launch.script import (
     signal_ranks,
 )
 from fleetpipe.launch.supervisor.attempts import (
-    Again,
     Attempt,
-    End,
+    EndJob,
     KeptRanks,
+    RestartJob,
     Verdict,
     decide_next,
     decide_with_all,
@@ -101,7 +101,7 @@ def catch_signals() -> Iterator[Signals]:
             signal.set_wakeup_fd(woken)
 
 
-class Local:
+class LocalRanks:
     """Starts and stops the ranks of this host, for one attempt after another.
 
     Attributes:
@@ -124,7 +124,7 @@ class Local:
         self.kept = folder / "kept"
         self.kept.mkdir()
         #: The folder of the running attempt.
-        self._home = folder
+        self._directory = folder
         #: The ranks to which the last signal was sent.
         self._signalled: set[int] = set()
 
@@ -139,24 +139,24 @@ class Local:
             ConfigError: The folder in memory, or the folder of the logs, has no room.
         """
         require_folder("--log-dir", self._options.log_dir)
-        self._home = self._folder / f"attempt-{attempt.number}"
-        self._home.mkdir()
-        attempt_files.require_space(self._home)
+        self._directory = self._folder / f"attempt-{attempt.number}"
+        self._directory.mkdir()
+        attempt_files.require_space(self._directory)
         if self._options.nproc_per_node is not None:
             remove_logs_beyond(Path(self._options.log_dir), self._options.nproc_per_node)
         # Such as "rank 1 raised", without the error's text.
         culprit = "" if attempt.failed is None else attempt.failed.culprit.partition(": ")[0]
         reason = f"attempt {attempt.number}, since {culprit}" if culprit else ""
-        self._board.begin(self._home, attempt.restarts, reason)
+        self._board.begin(self._directory, attempt.restarts, reason)
         environment = {**self._environment(attempt.number), **attempt.positions.environment()}
         self._pods.start(Order(self._arguments(len(attempt.positions.used)), environment))
 
     def end(self) -> Verdict:
         """Judges the attempt that has ended, and kills processes that it has left."""
         try:
-            return judge(self._home, self._pods.code(), shown=0)
+            return judge(self._directory, self._pods.code(), shown=0)
         finally:
-            end_sessions(self._home)
+            end_sessions(self._directory)
 
     def record(self, number: int, verdict: Verdict) -> None:
         """Writes how an attempt ended into its run's folders, for ``fleetpipe report``.
@@ -179,14 +179,14 @@ class Local:
             "culprit": verdict.culprit,
             "details": verdict.details,
         }
-        for folder in attempt_files.records(self._home):
+        for folder in attempt_files.records(self._directory):
             # A full disk must not prevent the restart of the job.
             with contextlib.suppress(OSError):
                 run_files.append_line(folder / run_files.ATTEMPTS, end)
 
     def has_done_a_step(self) -> bool:
         """Returns whether the pipeline has done a step in the running attempt."""
-        return attempt_files.steps_done(self._home) > 0
+        return attempt_files.steps_done(self._directory) > 0
 
     def stop(self, number: int) -> None:
         """Asks the ranks to finish their step, save and end, by a signal.
@@ -198,14 +198,14 @@ class Local:
 
     def stop_late(self, number: int) -> None:
         """Sends the signal of :meth:`stop` to the ranks that have started since."""
-        self._signalled = signal_ranks(self._home, number, but=self._signalled)
+        self._signalled = signal_ranks(self._directory, number, but=self._signalled)
         if not self._signalled:
             self._pods.stop()
 
     def kill(self) -> None:
         """Kills the ranks, or a launcher that has not started any."""
-        attempt_files.refuse_healing(self._home)
-        signal_ranks(self._home, systems.SIGKILL)
+        attempt_files.refuse_healing(self._directory)
+        signal_ranks(self._directory, systems.SIGKILL)
         self._pods.stop()
 
     def _arguments(self, fewer: int) -> list[str]:
@@ -220,7 +220,7 @@ class Local:
 
     def _environment(self, number: int) -> dict[str, str]:
         """Returns the environment variables for the ranks of attempt ``number``."""
-        variables = {attempt_files.FOLDER: str(self._home), attempt_files.NUMBER: str(number)}
+        variables = {attempt_files.FOLDER: str(self._directory), attempt_files.NUMBER: str(number)}
         if self._options.checkpoint_dir is not None:
             variables["FLEETPIPE_CHECKPOINT_DIR"] = os.path.abspath(self._options.checkpoint_dir)
         if self._options.keep_state or self._options.heal or self._options.least:
@@ -273,13 +273,13 @@ def run(options: argparse.Namespace) -> int:
         pods = Pods(streams.environment(options.log_level), folder)
         ends.callback(pods.close)
         board = ends.enter_context(extra("view.serving").serving(options.serve))
-        return Supervisor(options, Local(options, folder, pods, board), signals).run()
+        return Supervisor(options, LocalRanks(options, folder, pods, board), signals).run()
 
 
 class Supervisor:
     """Runs one job, from its first attempt to its last."""
 
-    def __init__(self, options: argparse.Namespace, local: Local, signals: Signals) -> None:
+    def __init__(self, options: argparse.Namespace, local: LocalRanks, signals: Signals) -> None:
         """Prepares the job, and starts nothing.
 
         Args:
@@ -318,11 +318,11 @@ class Supervisor:
             then = self._decide(attempt, verdict)
             for text in then.lines:
                 say(text)
-            if isinstance(then, End):
+            if isinstance(then, EndJob):
                 return then.code
             attempt = then.attempt
 
-    def _decide(self, attempt: Attempt, verdict: Verdict) -> End | Again:
+    def _decide(self, attempt: Attempt, verdict: Verdict) -> EndJob | RestartJob:
         """Decides what follows an attempt that has ended.
 
         ``options.least``, the smallest number of ranks, is None if the job must have all its ranks.
@@ -351,7 +351,7 @@ class Supervisor:
 
     def _await_end(self) -> Verdict:
         """Waits for the end of the running attempt, and handles signals; returns the verdict."""
-        sources: list[Signals | Local] = [self._signals, self._local]
+        sources: list[Signals | LocalRanks] = [self._signals, self._local]
         while True:
             timeout = None
             if self._deadline is not None:

@@ -256,12 +256,12 @@ def carriers(tensors: list[Tensor]) -> list[Tensor]:
     That is the tensor itself, or its bytes if NCCL does not support its dtype; a tensor in the
     host's memory is copied to the device.
     """
-    compact = [_on_device(tensor.detach()) for tensor in tensors if 0 not in tensor.shape]
+    compact = [_move_to_device(tensor.detach()) for tensor in tensors if 0 not in tensor.shape]
     return [tensor if tensor.dtype in _OF_NCCL else flat_bytes([tensor])[0] for tensor in compact]
 
 
-def _on_device(tensor: Tensor) -> Tensor:
-    """Returns a contiguous tensor on the computing device: the given one if it is so already."""
+def _move_to_device(tensor: Tensor) -> Tensor:
+    """Returns a contiguous tensor with the data on the computing device; copies only if needed."""
     by_host = tensor.place.is_cpu_place() or tensor.place.is_cuda_pinned_place()
     moved = to_device(tensor) if by_host and device_kind() != "cpu" else tensor
     compact: Tensor = contiguous(moved)

@@ -209,7 +209,7 @@ def test_the_launcher_says_why_it_replaces_no_process(
 ) -> None:
     happens(home)
     healer = Healer(home, most=0)
-    held = healer.hold(RankProcess(1, Ended(-9), (), {}, None))
+    held = healer.watch(RankProcess(1, Ended(-9), (), {}, None))
     assert held.poll() == -9
     assert attempt_files.current_generation().refused == why
     assert capsys.readouterr().err == f"fleetpipe: the job does not heal: {why}\n"
@@ -218,20 +218,20 @@ def test_the_launcher_says_why_it_replaces_no_process(
 
 def test_a_rank_that_has_ended_is_met_by_no_other_process(home: Path, capsys: Any) -> None:
     healer = Healer(home, most=1)
-    healer.hold(RankProcess(0, Ended(0), (), {}, None))
-    held = healer.hold(RankProcess(1, Ended(-9), (), {}, None))
+    healer.watch(RankProcess(0, Ended(0), (), {}, None))
+    held = healer.watch(RankProcess(1, Ended(-9), (), {}, None))
     assert held.poll() == -9
     why = "rank 0 has ended its work, and meets no other process"
     assert capsys.readouterr().err == f"fleetpipe: the job does not heal: {why}\n"
     later = Healer(home, most=1)
-    held = later.hold(RankProcess(0, Ended(0), (), {}, None))
+    held = later.watch(RankProcess(0, Ended(0), (), {}, None))
     later._generation = Generation(1, {1: 1})
     assert held.poll() == 0
     assert attempt_files.current_generation().refused == why
 
 
 def test_a_rank_that_has_ended_in_the_midst_of_the_job_is_awaited_by_nobody(home: Path) -> None:
-    held = Healer(home, most=1).hold(RankProcess(1, Ended(0), (), {}, None))
+    held = Healer(home, most=1).watch(RankProcess(1, Ended(0), (), {}, None))
     assert held.poll() == held.wait(1) == 0
     assert attempt_files.current_generation() == Generation()
     # os._exit(0) is no goodbye, and what the others have noticed is a death.
@@ -327,7 +327,7 @@ def test_groups_that_cannot_be_made_anew_are_told_before_a_rank_dies(
 ) -> None:
     monkeypatch.setattr("fleetpipe.contrib.healing.survivor.communicates_over_host", lambda: False)
     healing_of(Job(Degrees(), None, 1.0), SimpleNamespace(step=3), home, Model())
-    held = Healer(home, most=1).hold(RankProcess(1, Ended(-9), (), {}, None))
+    held = Healer(home, most=1).watch(RankProcess(1, Ended(-9), (), {}, None))
     assert held.poll() == -9
     assert attempt_files.current_generation().refused == "the ranks' groups are not Gloo's"
 

@@ -16,11 +16,11 @@ from fleetpipe.job.attempt_files import INTERRUPTED, PREEMPTED, WHOLE_SIZE, Fail
 from fleetpipe.launch.supervisor import attempts
 from fleetpipe.launch.supervisor.attempts import (
     POISONED,
-    Again,
     Attempt,
-    End,
+    EndJob,
     KeptRanks,
     RankPositions,
+    RestartJob,
     Verdict,
     decide_next,
     decide_with_all,
@@ -28,6 +28,7 @@ from fleetpipe.launch.supervisor.attempts import (
     judge,
     with_interrupt,
 )
+from tests.fixtures import Patch
 
 pytestmark = pytest.mark.no_paddle
 
@@ -59,7 +60,7 @@ def through(*verdicts: Verdict, max_restart: int = 3) -> tuple[int, int, list[st
     for verdict in verdicts:
         then = decide_next(attempt, verdict, max_restart)
         said += then.lines
-        if isinstance(then, End):
+        if isinstance(then, EndJob):
             return then.code, attempt.number, said
         attempt = then.attempt
     raise AssertionError(f"attempt {attempt.number} is to begin")
@@ -116,7 +117,7 @@ def unsaved(name: str) -> tuple[str, ...]:
 def test_a_job_that_is_asked_to_stop_is_not_started_again(
     verdict: Verdict, stopped_by: int, code: int, said: tuple[str, ...]
 ) -> None:
-    assert decide_next(Attempt(), with_interrupt(verdict, stopped_by), 3, stopped_by) == End(
+    assert decide_next(Attempt(), with_interrupt(verdict, stopped_by), 3, stopped_by) == EndJob(
         code, said
     )
 
@@ -165,11 +166,11 @@ def kept(ranks: int = 4) -> KeptRanks:
     return KeptRanks(7, ranks, (*range(ranks - 1, 0, -1),))
 
 
-def followed(*verdicts: Verdict, least: int = 2, restarts: int = 3) -> End | Again:
+def followed(*verdicts: Verdict, least: int = 2, restarts: int = 3) -> EndJob | RestartJob:
     """What follows the last of some attempts."""
-    then: End | Again = Again(Attempt(), ())
+    then: EndJob | RestartJob = RestartJob(Attempt(), ())
     for verdict in verdicts:
-        assert isinstance(then, Again)
+        assert isinstance(then, RestartJob)
         attempt = then.attempt
         then = decide_with_fewer(
             attempt, verdict, decide_next(attempt, verdict, restarts), kept, least, 10.0
@@ -196,7 +197,7 @@ def test_a_place_is_given_up_when_its_rank_fails_twice_without_a_step_between(
     verdicts: list[Verdict], places: tuple[int, ...] | None
 ) -> None:
     then = followed(*verdicts)
-    assert isinstance(then, Again)
+    assert isinstance(then, RestartJob)
     assert then.attempt.positions.used == (places or ())
     assert ("from memory" in then.lines[-1]) is (places is not None)
 
@@ -217,20 +218,20 @@ def test_what_fails_on_any_place_ends_the_job(
     verdicts: list[Verdict], code: int, said: str
 ) -> None:
     then = followed(*verdicts)
-    assert isinstance(then, End)
+    assert isinstance(then, EndJob)
     assert then.code == code
     assert any(said in line for line in then.lines)
 
 
 def test_restarts_that_are_used_up_give_up_the_place_that_failed_last() -> None:
     then = followed(died(0, 1), died(1, 2), died(2, 3), died(3, 4))
-    assert isinstance(then, Again)
+    assert isinstance(then, RestartJob)
     assert then.attempt == Attempt(5, positions=RankPositions((0, 1, 2), (3,), 4, 3, 4, 10.0))
 
 
 def test_a_place_is_tried_again_after_twice_the_time() -> None:
     then = followed(died(2, 7), died(2, 7))
-    assert isinstance(then, Again)
+    assert isinstance(then, RestartJob)
     assert then.lines[-1].endswith("after 7 steps, from memory, with 3 ranks of 4")
     wider = decide_with_all(then.attempt, 20).attempt
     assert (wider.number, wider.positions.used, wider.positions.lost) == (4, (), (2,))
@@ -239,18 +240,18 @@ def test_a_place_is_tried_again_after_twice_the_time() -> None:
         again = decide_with_fewer(
             wider, verdict, decide_next(wider, verdict, 3), lambda: kept(3), 2, 10.0
         )
-        assert isinstance(again, Again)
+        assert isinstance(again, RestartJob)
         # Another rank's failure is one to start again after.
         assert again.attempt.positions.used == ((0, 1, 3) if number == 2 else ())
         assert again.attempt.positions.seconds == seconds
     for verdict in (died(2, 30), died(2, None)):
         # All ranks have kept a step since: a later failure is one like any other.
         later = decide_with_fewer(wider, verdict, decide_next(wider, verdict, 3), kept, 2, 10.0)
-        assert isinstance(later, Again)
+        assert isinstance(later, RestartJob)
         assert later.attempt.positions == wider.positions
     second = Attempt(6, 1, died(2, 30), wider.positions)
     again = decide_with_fewer(second, died(2, None), decide_next(second, verdict, 3), kept, 2, 10.0)
-    assert isinstance(again, Again)
+    assert isinstance(again, RestartJob)
     assert again.attempt.positions[:3] == ((0, 1, 3), (2, 2), 4)
 
 
@@ -271,7 +272,7 @@ def test_nothing_is_given_up_before_a_step_was_kept() -> None:
     ],
 )
 def test_ranks_that_are_left_keep_their_cards(
-    monkeypatch: pytest.MonkeyPatch, here: dict[str, str], driver: str, cards: str | None
+    monkeypatch: Patch, here: dict[str, str], driver: str, cards: str | None
 ) -> None:
     monkeypatch.setattr(attempts, "_CARDS_DRIVER", driver)
     environment = RankPositions((0, 3), (1,), 4).environment(here)
@@ -283,7 +284,7 @@ def test_ranks_that_are_left_keep_their_cards(
 class Home:
     """A folder that ranks of an attempt have written into."""
 
-    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, path: Path, monkeypatch: Patch) -> None:
         self.path = path
         self.monkeypatch = monkeypatch
         monkeypatch.setenv(attempt_files.FOLDER, str(path))
@@ -296,9 +297,9 @@ class Home:
             elif what == "code":
                 attempt_files.tell_code(value)
             elif what == "step":
-                attempt_files.page()(value + 1)
+                attempt_files.step_counter()(value + 1)
             elif what == "done":
-                attempt_files.page(attempt_files.DONE)(value)
+                attempt_files.step_counter(attempt_files.DONE)(value)
             elif what == "saved":
                 attempt_files.tell_preempted(value)
 
@@ -308,7 +309,7 @@ class Home:
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
+def home(tmp_path: Path, monkeypatch: Patch) -> Home:
     return Home(tmp_path, monkeypatch)
 
 

@@ -17,8 +17,8 @@ from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.job import attempt_files
 from fleetpipe.launch.supervisor.attempts import POISONED, Attempt, KeptRanks, Verdict
 from fleetpipe.launch.supervisor.pods import Order, Pods
-from fleetpipe.launch.supervisor.supervisor import Local, Supervisor, catch_signals
-from tests.fixtures import Capture, Launch
+from fleetpipe.launch.supervisor.supervisor import LocalRanks, Supervisor, catch_signals
+from tests.fixtures import Capture, Launch, Patch
 from tests.launch.supervisor.commands import launched
 
 pytestmark = pytest.mark.no_paddle
@@ -33,7 +33,7 @@ SCRIPT = """
     strategy = fleet.DistributedStrategy()
     strategy.hybrid_configs = {"pp_degree": 2}
     fleet.init(is_collective=True, strategy=strategy)
-    write_begun = attempt_files.page()
+    write_begun = attempt_files.step_counter()
     if fleet.worker_index() == 0:
         attempt_files.tell_record(pathlib.Path(sys.argv[0]).with_name("record"))
     happens = dict(pair.split("=") for pair in sys.argv[1:])
@@ -220,7 +220,7 @@ def test_a_signal_between_two_attempts_lets_no_other_begin() -> None:
 
 
 def test_fewer_ranks_that_end_for_the_sake_of_all_may_take_their_time_or_fail(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
 ) -> None:
     died = Verdict(137, step=3, culprit="rank 1 died", suspect=1)
     full = Verdict(1, step=4, culprit="rank 0 raised: CheckpointError", raised=True)
@@ -250,12 +250,12 @@ def test_fewer_ranks_that_end_for_the_sake_of_all_may_take_their_time_or_fail(
 
 
 def test_each_rank_gets_a_signal_once_whenever_it_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda *process: sent.append(process))
     pods = Mock()
-    local = Local(argparse.Namespace(), tmp_path, pods, Mock())
+    local = LocalRanks(argparse.Namespace(), tmp_path, pods, Mock())
     local.stop(signal.SIGTERM)
     for rank in range(2):
         attempt_files.note_start(tmp_path, rank, 100 + rank)
@@ -266,21 +266,19 @@ def test_each_rank_gets_a_signal_once_whenever_it_starts(
     assert sent[2:] == [(100, signal.SIGUSR1), (101, signal.SIGUSR1)]
 
 
-def test_no_attempt_starts_whose_logs_have_no_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_attempt_starts_whose_logs_have_no_room(tmp_path: Path, monkeypatch: Patch) -> None:
     def full(_folder: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("fleetpipe.arguments._write_into", full)
     options = argparse.Namespace(log_dir=str(tmp_path / "log"))
     with pytest.raises(ConfigError, match=r"--log-dir: cannot use (?s:.*)No space left"):
-        Local(options, tmp_path, Mock(), Mock()).start(Attempt(2))
+        LocalRanks(options, tmp_path, Mock(), Mock()).start(Attempt(2))
 
 
 @pytest.mark.parametrize("saved", [None, 8])
 def test_what_ctrl_c_ended_is_said_and_recorded_as_interrupted(
-    capsys: pytest.CaptureFixture[str], saved: int | None
+    capsys: Capture, saved: int | None
 ) -> None:
     ranks = Ranks(Verdict(0 if saved else 137, saved, culprit="rank 0 was ended"))
     assert supervise(ranks, signal.SIGINT) == 130
@@ -302,7 +300,7 @@ KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     ],
 )
 def test_one_that_ends_before_it_serves_is_one_error_with_its_last_words(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], paddle: str, code: int, got: str
+    tmp_path: Path, capfd: Capture, paddle: str, code: int, got: str
 ) -> None:
     (tmp_path / "paddle.py").write_text(paddle)
     pods = Pods({**os.environ, "PYTHONPATH": str(tmp_path)}, tmp_path)

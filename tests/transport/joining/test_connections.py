@@ -18,7 +18,7 @@ import pytest
 from fleetpipe.errors import PipelineTimeout, TransportError
 from fleetpipe.transport import SocketTransport, base, connect, hosts, peer_connections
 from fleetpipe.transport.base import Limit, await_keys
-from fleetpipe.transport.handshake import connects
+from fleetpipe.transport.handshake import connecting_side
 from fleetpipe.transport.wire.structure import VERSION
 from tests.fixtures import Patch
 from tests.transport.helpers import LIMIT, ThreadStore, forward, join_all
@@ -256,7 +256,7 @@ def test_a_stranger_with_another_secret_is_dropped_without_an_answer(
     store = ThreadStore()
     rank_0 = waiting_rank(threads, store)
     with knock(address_of(store)) as stranger:
-        side = connects(b"wrong" * 6, 1, 0, 2)
+        side = connecting_side(b"wrong" * 6, 1, 0, 2)
         stranger.sendall(next(side))
         next(side)
         challenge = stranger.recv(32, socket.MSG_WAITALL)
@@ -272,7 +272,7 @@ def test_a_rank_left_over_from_an_earlier_life_is_named_once_and_does_no_harm(
     rank_0 = waiting_rank(threads, store)
     for _ in range(2):
         with knock(address_of(store)) as stale:
-            stale.sendall(next(connects(b"s" * 32, 1, 0, 2, attempt=1)))
+            stale.sendall(next(connecting_side(b"s" * 32, 1, 0, 2, attempt=1)))
             assert stale.recv(1) == b""
     finish(rank_0, join_rank_1(threads, store))
     said = "rank 0 refused a rank 1 of attempt 1 of the job, which is in attempt 0"

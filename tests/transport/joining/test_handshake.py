@@ -10,7 +10,14 @@ import pytest
 
 import fleetpipe.transport
 from fleetpipe.transport.base import LOOK_SECONDS, STOPPED_SECONDS, Limit
-from fleetpipe.transport.handshake import Exchange, Greeting, Stale, Stranger, accepts, connects
+from fleetpipe.transport.handshake import (
+    Exchange,
+    Greeting,
+    Stale,
+    Stranger,
+    accepting_side,
+    connecting_side,
+)
 from tests.check_types import ROOT, sources, tree
 from tests.fixtures import Clock, Patch
 
@@ -44,7 +51,9 @@ def talk(one: Exchange, other: Exchange) -> tuple[Greeting, Greeting, list[bytes
 
 
 def test_peers_learn_who_the_other_is() -> None:
-    own, theirs, said = talk(connects(SECRET, 2, 1, 4, stream=1), accepts(SECRET, 1, 4, streams=2))
+    own, theirs, said = talk(
+        connecting_side(SECRET, 2, 1, 4, stream=1), accepting_side(SECRET, 1, 4, streams=2)
+    )
     assert (own.peer, theirs.peer) == (1, 2)
     assert own.stream == theirs.stream == 1
     assert not any(SECRET in text for text in said)
@@ -53,12 +62,12 @@ def test_peers_learn_who_the_other_is() -> None:
 @pytest.mark.parametrize(
     ("connecting", "accepting"),
     [
-        (connects(OTHER, 1, 0, 2), accepts(SECRET, 0, 2)),
-        (connects(SECRET, 1, 0, 3), accepts(SECRET, 0, 2)),
-        (connects(SECRET, 2, 1, 3), accepts(SECRET, 0, 3)),
-        (connects(SECRET, 0, 1, 3), accepts(SECRET, 1, 3)),
-        (connects(SECRET, 7, 0, 3), accepts(SECRET, 0, 3)),
-        (connects(SECRET, 1, 0, 2, stream=2), accepts(SECRET, 0, 2, streams=2)),
+        (connecting_side(OTHER, 1, 0, 2), accepting_side(SECRET, 0, 2)),
+        (connecting_side(SECRET, 1, 0, 3), accepting_side(SECRET, 0, 2)),
+        (connecting_side(SECRET, 2, 1, 3), accepting_side(SECRET, 0, 3)),
+        (connecting_side(SECRET, 0, 1, 3), accepting_side(SECRET, 1, 3)),
+        (connecting_side(SECRET, 7, 0, 3), accepting_side(SECRET, 0, 3)),
+        (connecting_side(SECRET, 1, 0, 2, stream=2), accepting_side(SECRET, 0, 2, streams=2)),
     ],
     ids=["secret", "ranks", "address", "lower", "unknown", "stream"],
 )
@@ -69,16 +78,18 @@ def test_who_does_not_belong_is_refused(connecting: Exchange, accepting: Exchang
 
 @pytest.mark.parametrize("life", [1, 3])
 def test_a_rank_of_another_life_is_refused_by_name(life: int) -> None:
-    talk(connects(SECRET, 1, 0, 2, attempt=2), accepts(SECRET, 0, 2, attempt=2))
+    talk(connecting_side(SECRET, 1, 0, 2, attempt=2), accepting_side(SECRET, 0, 2, attempt=2))
     said = f"a rank 1 of attempt {life} of the job, which is in attempt 2"
     with pytest.raises(Stale, match=said):
-        talk(connects(SECRET, 1, 0, 2, attempt=life), accepts(SECRET, 0, 2, attempt=2))
+        talk(
+            connecting_side(SECRET, 1, 0, 2, attempt=life), accepting_side(SECRET, 0, 2, attempt=2)
+        )
 
 
 @pytest.mark.parametrize("reflected", [False, True])
 def test_the_connecting_end_is_not_deceived_either(reflected: bool) -> None:
     """Nor by what it says itself, sent back to it as the answer."""
-    side = connects(SECRET, 1, 0, 2)
+    side = connecting_side(SECRET, 1, 0, 2)
     next(side)
     next(side)
     proof = side.send(b"n" * 32)

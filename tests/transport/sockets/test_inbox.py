@@ -264,8 +264,8 @@ def test_bytes_of_files_stay_there(
     job: Any = SimpleNamespace(timeout=LIMIT)
     one, other = (Ranks(DirectGroup(transport, LIMIT), job) for transport in transports)
     parts = [np.arange(n, dtype="uint8") for n in (3, 200, 0)]
-    other.give(part.data for part in parts)
-    received = [one.take(1) for _ in parts]
+    other.send_parts(part.data for part in parts)
+    received = [one.receive_part(1) for _ in parts]
     assert [x.numpy().tobytes() for x in received] == [part.tobytes() for part in parts]
     assert moved == []
     transports[1].send(0, forward(0), sample("float32", [5]))

@@ -46,7 +46,7 @@ def test_the_rest_goes_in_order_through_the_writer() -> None:
     weakref.finalize(kept[0], gone.set)
     outbox.put([b"after"], 5, kept.pop)
     assert 0 < outbox.backlog <= len(large) + 5
-    outbox.ask()
+    outbox.request_wake()
     assert drain(theirs, len(large) + 5) == large + b"after"
     assert told.wait(5.0)
     assert gone.wait(5.0), "what is sent is alive for as long as nothing else is"
@@ -63,7 +63,7 @@ def test_a_broken_stream_is_told_to_the_next_caller(size: int) -> None:
     told = threading.Event()
     outbox = Outbox(mine, told.set)
     outbox.put([bytes(size)], size, nothing)
-    outbox.ask()
+    outbox.request_wake()
     theirs.close()
     assert size == 10 or told.wait(5.0)
     with pytest.raises(OSError, match=r"Broken pipe|reset"):

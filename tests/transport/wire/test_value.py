@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from fleetpipe.errors import ConfigError, PeerFailed, TransportError
 from fleetpipe.transport import SocketTransport, connect
-from fleetpipe.transport.handshake import accepts, connects, user_secret
+from fleetpipe.transport.handshake import accepting_side, connecting_side, user_secret
 from fleetpipe.transport.peer_connections import join
 from fleetpipe.transport.wire import bridge
 from fleetpipe.transport.wire.bridge import MOST_PARTS, Unfit, take_apart
@@ -322,8 +322,10 @@ def test_a_message_that_is_sent_back(ends: Ends) -> None:
 
 
 def test_each_connection_has_keys_of_its_own_that_both_ends_know() -> None:
-    (*_, dialled), (*_, accepted), _ = talk(connects(KEY, 1, 0, 2), accepts(KEY, 0, 2))
-    (*_, again), _, _ = talk(connects(KEY, 1, 0, 2), accepts(KEY, 0, 2))
+    (*_, dialled), (*_, accepted), _ = talk(
+        connecting_side(KEY, 1, 0, 2), accepting_side(KEY, 0, 2)
+    )
+    (*_, again), _, _ = talk(connecting_side(KEY, 1, 0, 2), accepting_side(KEY, 0, 2))
     seals = [dialled.outgoing.of([b"x"]), dialled.incoming.of([b"x"]), again.outgoing.of([b"x"])]
     assert len(set(seals)) == 3
     assert accepted.incoming.of([b"x"]) == seals[0]
