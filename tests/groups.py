@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -16,64 +16,13 @@ from fleetpipe.mesh.groups import DirectGroup
 from tests.transport.helpers import LIMIT, join_all
 
 
-class ThreadGroup:
-    """One member of a group, whose other members are other threads."""
-
-    def __init__(
-        self, rank: int, shared: tuple[list[Any], threading.Barrier, list[list[Any]]]
-    ) -> None:
-        self.rank = rank
-        self._values, self._barrier, self._given = shared
-        self.ranks = len(self._values)
-        self._begun = 0
-
-    def all_gather(self, value: Any) -> list[Any]:
-        self._values[self.rank] = value
-        self._barrier.wait()
-        values = list(self._values)
-        self._barrier.wait()
-        return values
-
-    def begin_all_gather(self, value: Any) -> ThreadGathering:
-        self._given[self.rank].append(value)
-        self._begun += 1
-        return ThreadGathering(self._given, self._begun)
-
-    def broadcast(self, value: Any, source: int) -> Any:
-        return self.all_gather(value)[source]
-
-    def all_reduce(self, tensors: Sequence[Any]) -> None:
-        for tensor in tensors:
-            first, *others = self.all_gather(tensor.clone())
-            tensor.set_value(sum(others, start=first))
-
-    def broadcast_each(self, tensors: Sequence[tuple[Any, int]]) -> None:
-        for tensor, source in tensors:
-            tensor.set_value(self.broadcast(tensor.clone(), source))
-
-
-class ThreadGathering:
-    """What the threads have given so far in one of their gatherings."""
-
-    def __init__(self, given: list[list[Any]], number: int) -> None:
-        self._given, self._number = given, number
-
-    def arrived(self) -> bool:
-        return all(len(values) >= self._number for values in self._given)
-
-    def values(self) -> list[Any]:
-        deadline = time.monotonic() + 30
-        while not self.arrived():
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-        return [values[self._number - 1] for values in self._given]
-
-
-def thread_members(ranks: int) -> list[ThreadGroup]:
-    """Makes a group; each member is for one thread."""
-    given: list[list[Any]] = [[] for _ in range(ranks)]
-    shared = ([None] * ranks, threading.Barrier(ranks, timeout=30), given)
-    return [ThreadGroup(rank, shared) for rank in range(ranks)]
+def thread_members(ranks: int) -> list[DirectGroup]:
+    """Connects the members of a group by sockets, each for one thread, until they are freed."""
+    members = []
+    for transport in join_all(ranks):
+        members.append(DirectGroup(transport, 60.0))
+        weakref.finalize(members[-1], transport.close)
+    return members
 
 
 def on_all(ranks: int, run: Callable[[int], Any]) -> list[Any]:

@@ -103,11 +103,8 @@ def _mlp() -> list[Any]:
     layers: list[Any] = [LayerDesc(nn.Embedding, VOCABULARY, WIDTH), lambda x: x.flatten(1)]
     width = LENGTH * WIDTH
     for _ in range(4):
-        layers += [
-            LayerDesc(nn.Linear, width, WIDTH),
-            LayerDesc(nn.LayerNorm, WIDTH),
-            nn.functional.relu,
-        ]
+        layers += [LayerDesc(nn.Linear, width, WIDTH), LayerDesc(nn.LayerNorm, WIDTH)]
+        layers.append(nn.functional.relu)
         width = WIDTH
     return [*layers, LayerDesc(nn.Linear, width, CLASSES)]
 
@@ -140,14 +137,15 @@ def _gpt() -> list[Any]:
     ]
 
 
-def _token_loss(output: Any, labels: Any) -> Any:
+def loss(output: Any, labels: Any) -> Any:
+    """The mean cross entropy of all tokens."""
     return nn.functional.cross_entropy(output.flatten(0, 1), labels.flatten())
 
 
 MODELS = {
     "mlp": Model(_mlp, _token_batch(False), nn.CrossEntropyLoss()),
     "convolutions": Model(_conv_net, _image_batch, nn.CrossEntropyLoss()),
-    "gpt": Model(_gpt, _token_batch(True), _token_loss),
+    "gpt": Model(_gpt, _token_batch(True), loss),
 }
 
 
@@ -217,11 +215,6 @@ def layers(middle: bool = True) -> list[Any]:
         LayerDesc(nn.LayerNorm, WIDTH),
         tied(logits),
     ]
-
-
-def loss(output: Any, labels: Any) -> Any:
-    """The mean cross entropy of all tokens."""
-    return nn.functional.cross_entropy(output.flatten(0, 1), labels.flatten())
 
 
 ONE_STAGE: Schedule = build("ZBH1", ranks=1, micro_batches=3)
