@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from fleetpipe.aliases import Context, GradNode, Layer, Tensor
 from fleetpipe.dygraph.backward.leaf import find_nodes, next_nodes
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.eager_operations import add_in_place
-from fleetpipe.paddle_api.tensor import CAN_RUN_REDUCE_HOOKS, number_of_hook, run_reduce_hooks
+from fleetpipe.paddle_api.tensor import CAN_RUN_REDUCE_HOOKS, next_hook_number, run_reduce_hooks
 
 #: The number of hooks on a parameter's gradient that fleetpipe has added, by the parameter's id.
 _own_hooks: dict[int, int] = {}
@@ -33,7 +33,7 @@ MeetingFields = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 class Sums:
-    """Adds gradients to those of parameters, in one batch after another."""
+    """Adds the gradients that micro-batches give parameters to ``parameter.grad``, by batch."""
 
     def __init__(self) -> None:
         #: The ids of the parameters that have a gradient in this batch.
@@ -67,7 +67,7 @@ class Sums:
             self.begun.update(id(parameter) for parameter, _ in rest)
 
     def total(self, parameter: Tensor) -> Tensor | None:
-        """Returns a parameter's gradient if gradients may be added to it in place; else None."""
+        """Returns ``parameter.grad`` if more may be added to it in place; else None."""
         if id(parameter) not in self.begun or not CAN_RUN_REDUCE_HOOKS or is_watched(parameter):
             return None
         # A callback may have removed the gradient in the middle of the batch.
@@ -138,7 +138,7 @@ def is_watched(parameter: Tensor) -> bool:
     own. This function adds a hook of its own, to see its number.
     """
     count_own_hook(parameter)
-    return number_of_hook(parameter) != _own_hooks[id(parameter)] - 1
+    return next_hook_number(parameter) != _own_hooks[id(parameter)] - 1
 
 
 class GradientArrivals:
@@ -158,36 +158,28 @@ class GradientArrivals:
         self._stages: set[int] = set()
         #: The kind of the action that runs; "" between actions.
         self._kind = ""
-        self._is_active = True
+        #: Whether the hooks are to record: until :meth:`stop`.
+        self.is_active = True
 
     def stop(self) -> None:
-        """Removes the hooks; contexts opened later record nothing."""
-        self._is_active = False
+        """Removes the hooks, at the end of the first batch."""
+        self.is_active = False
         for parameter, handle in self._handles:
             handle.remove()
             # Only now, so that until here gradients went through autograd, and so to the hook.
             count_own_hook(parameter)
         self._handles.clear()
 
-    def record(self, stage: int, kind: str, layers_of: LayersOf) -> AbstractContextManager[None]:
-        """Returns the context in which an action of a stage runs.
+    @contextmanager
+    def record(self, stage: int, kind: str, layers_of: LayersOf) -> Iterator[None]:
+        """While it is open, an action of a stage runs; records which parameters get gradients.
 
-        The context records which of the stage's parameters get gradients; after :meth:`stop` it
-        records nothing.
+        At the first action of a stage it adds the hooks that record.
 
         Args:
             stage: The stage of the action.
             kind: The kind of the action: "I" or "W".
             layers_of: Returns the layers of a stage, by their numbers in the whole list.
-        """
-        return self._record(stage, kind, layers_of) if self._is_active else nullcontext()
-
-    @contextmanager
-    def _record(self, stage: int, kind: str, layers_of: LayersOf) -> Iterator[None]:
-        """Records ``kind`` for each of the stage's parameters that gets a gradient in this context.
-
-        At the first action of a stage it adds the hooks that record. The arguments are those of
-        :meth:`record`.
         """
         if stage not in self._stages:
             self._stages.add(stage)

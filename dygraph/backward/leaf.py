@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fleetpipe.aliases import GradNode, Layer, Nest, Tensor
-from fleetpipe.dygraph.nest import needs_gradient, leaves, leaves_like, replace
+from fleetpipe.dygraph.nest import leaves, leaves_like, needs_gradient, replace
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import buffers_in, is_static, parameters_in
@@ -70,8 +70,9 @@ _HARMLESS_ATTRIBUTES = frozenset(
 #: Paddle's classes of tensors and parameters.
 _TENSOR_CLASSES = frozenset({paddle.Tensor, *paddle.Tensor.__subclasses__()})
 
-#: The number of tensors among a call's arguments; and for each of them, and then for each parameter
-#: of the layer, whether it needs a gradient.
+#: What decides which operations Paddle runs backward in a call: the number of tensors among its
+#: arguments; and for each of these, then for each parameter of the layer, whether it needs a
+#: gradient.
 Situation = tuple[int, tuple[bool, ...]]
 
 
@@ -127,44 +128,20 @@ class Leaf:
         """Whether the layer's weight gradients can wait, by its class and its earlier calls."""
         return self.divisible and not self.static and can_wait(self.layer)
 
-    def add_properties(self, key: Situation, properties: CallProperties) -> None:
-        """Stores the properties of calls in the situation ``key``."""
-        self.properties_of_calls[key] = properties
-        self.divisible &= properties.divisible
-
-
-def find_situation(tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> Situation:
-    """Returns the situation of a call: what decides which operations Paddle runs backward.
-
-    Args:
-        tensors: The tensors among the arguments of the call.
-        parameters: The parameters of the layer.
-    """
-    return len(tensors), tuple([not tensor.stop_gradient for tensor in (*tensors, *parameters)])
-
-
-def _is_library_function(forward: Callable[..., Nest]) -> bool:
-    """Whether Paddle or fleetpipe, not the user, has defined a forward."""
-    # Not by __module__: a wrapper has the __module__ of the function that it wraps.
-    module: str = getattr(forward, "__globals__", {}).get("__name__", "")
-    return module.partition(".")[0] in ("paddle", "fleetpipe")
-
 
 def can_wait(layer: Layer) -> bool:
     """Whether ``layer`` is of a class in ``WAITING``, or of a subclass that computes the same."""
     kind: Any = type(layer)
-    is_library = "forward" not in vars(layer) and _is_library_function(kind.forward)
-    return is_library and _has_waiting_forward(kind, kind.forward)
+    # Not by __module__: a wrapper has the __module__ of the function that it wraps.
+    module: str = getattr(kind.forward, "__globals__", {}).get("__name__", "")
+    is_of_library = module.partition(".")[0] in ("paddle", "fleetpipe")
+    is_replaced = "forward" in vars(layer)
+    return is_of_library and not is_replaced and _has_waiting_forward(kind, kind.forward)
 
 
 @functools.lru_cache(maxsize=256)
 def _has_waiting_forward(kind: type[Layer], forward: Callable[..., Nest]) -> bool:
-    """Whether a layer class has the forward of a class in ``WAITING``, and overrides nothing else.
-
-    Args:
-        kind: The class of a layer.
-        forward: Its forward, a function of Paddle or fleetpipe.
-    """
+    """Whether ``kind`` has the forward of a layer class in ``WAITING``, and overrides nothing."""
     if forward.__qualname__.removesuffix(".forward") not in WAITING:
         return False
     bases = kind.__mro__
@@ -178,7 +155,7 @@ def _has_waiting_forward(kind: type[Layer], forward: Callable[..., Nest]) -> boo
 
 
 def has_parameters_alone(layer: Layer, parameters: Iterable[Tensor]) -> bool:
-    """Whether a layer holds no tensors but its parameters, and no operation has computed these.
+    """Whether a layer's only tensors are its parameters, and no operation has computed these.
 
     Otherwise its weight may be computed from other tensors, as ``weight_norm`` does before a call.
     """
@@ -221,7 +198,7 @@ def inspect_call(
         Exception: Any error of the call.
     """
     # Paddle never frees a node that Python refers to: so these nodes must save no tensors.
-    unsaved = paddle.autograd.saved_tensors_hooks(_save_nothing, _save_nothing)
+    unsaved = paddle.autograd.saved_tensors_hooks(lambda _tensor: None, lambda _saved: None)
     stand_ins = leaves_like(tensors_in((args, named)))
     with unsaved, random_states_kept():
         output = forward(*replace(args, stand_ins), **replace(named, stand_ins))
@@ -289,10 +266,6 @@ def next_nodes(node: GradNode) -> list[GradNode]:
     """Returns the nodes to which a node of a backward graph passes gradients."""
     # None stands for an operand that needs no gradient.
     return [successor for successor in node.next_functions if successor is not None]
-
-
-def _save_nothing(_saved: Tensor) -> None:
-    """Replaces a tensor that an operation would save for backward."""
 
 
 def tensors_in(value: Nest) -> list[Tensor]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from fleetpipe.aliases import Context, Tensor
 from fleetpipe.dygraph.backward.added_gradients import Sums, token
@@ -51,7 +51,9 @@ class OutputHooks:
         """Makes hooks that are registered on ``outputs`` from now on be stored here."""
         for number, output in enumerate(outputs):
             route = _HooksOfOutput(self._hooks, number, output.inplace_version)
-            _routes[id(output)] = weakref.KeyedRef(output, _forget_route, id(output)), route
+            # A freed output leaves ``_routes``.
+            reference = weakref.KeyedRef(output, lambda freed: _routes.pop(freed.key), id(output))
+            _routes[id(output)] = reference, route
 
     def apply(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
         """Returns the gradients of all outputs after the hooks have changed them.
@@ -98,11 +100,6 @@ class _HooksOfOutput:
     def _is_another(self, tensor: Tensor) -> bool:
         """Whether an operation in place has replaced the output that the tensor was."""
         return tensor.inplace_version != self._version and not is_made_by_pylayer(tensor)
-
-
-def _forget_route(reference: weakref.KeyedRef[int, Tensor]) -> None:
-    """Called when an output is freed: removes it from ``_routes``."""
-    del _routes[reference.key]
 
 
 def _register_grad_hook(tensor: Tensor, hook: Hook) -> int:
@@ -176,7 +173,7 @@ class Call(ABC):
 
 
 class Refusals:
-    """Stores the error of a call's backward, because Paddle replaces errors of a ``PyLayer``."""
+    """Stores the error of a leaf call's backward, which Paddle would replace by its own."""
 
     def __init__(self) -> None:
         self.error: FleetPipeError | None = None
@@ -248,13 +245,7 @@ class _OutputNode(paddle.autograd.PyLayer):
 def _input_grads_of(call: Call, tape: Tape, grads: Sequence[Tensor]) -> Tensor:
     """Computes the gradients of a call's inputs in I, and adds the call to the tape for W.
 
-    Args:
-        call: The call.
-        tape: The tape of the micro-batch.
-        grads: The gradients of the outputs; None for an unused output.
-
-    Returns:
-        The gradients of the inputs, in the form in which a ``PyLayer`` returns them.
+    Returns them as a ``PyLayer`` does. ``grads`` are those of the outputs; None for an unused one.
 
     Raises:
         FleetPipeError: The backward that runs is not that of the call's stage.
@@ -265,23 +256,19 @@ def _input_grads_of(call: Call, tape: Tape, grads: Sequence[Tensor]) -> Tensor:
         error = (
             second_backward_error()
             if tape.refusals.in_backward
-            else _grad_in_forward_error(call.leaf)
+            else ConfigError(
+                f"a forward or the loss computes gradients through layer {call.leaf.name!r}, whose "
+                "backward is split",
+                cause="paddle.grad there is a backward of its own, and the layer has one, in I and "
+                "W",
+                fix="choose a schedule without W, such as 1F1B or FThenB",
+            )
         )
         tape.refusals.error = error
         raise error
     gradients = call.input_grads(grads) or [token()]
     tape.calls.append(call)
     return tuple(gradients) if len(gradients) > 1 else gradients[0]
-
-
-def _grad_in_forward_error(leaf: Leaf) -> ConfigError:
-    """Returns the error of a ``paddle.grad`` in a forward that reaches a leaf layer."""
-    return ConfigError(
-        f"a forward or the loss computes gradients through layer {leaf.name!r}, whose "
-        "backward is split",
-        cause="paddle.grad there is a backward of its own, and the layer has one, in I and W",
-        fix="choose a schedule without W, such as 1F1B or FThenB",
-    )
 
 
 def connect_call(call: Call, tape: Tape, depth: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -316,19 +303,6 @@ def connect_call(call: Call, tape: Tape, depth: int, inputs: Sequence[Tensor]) -
     return outputs
 
 
-class CallGraph(NamedTuple):
-    """The graph of one call of a layer, separate from the graph around the call.
-
-    Attributes:
-        inputs: The stand-ins for arguments on which the outputs depend.
-        roots: The tensors from which backward starts: the outputs that have a gradient, or a token
-            that replaces a single large output.
-    """
-
-    inputs: list[Tensor]
-    roots: list[Tensor]
-
-
 class GraphCall(Call):
     """A call that keeps a small graph of its own, from its inputs to its outputs."""
 
@@ -354,7 +328,9 @@ class GraphCall(Call):
             # Otherwise the output would be kept until W, even if no operation needs it.
             replace_output: Callable[..., Tensor] = _LargeOutputNode.apply
             roots = [replace_output(self, roots[0])]
-        self._graph: CallGraph | None = CallGraph(list(inputs), roots)
+        #: The inputs of the call's graph, and the tensors from which its backward starts: the
+        #: outputs, or a token in the place of a large one. None after W.
+        self._graph: tuple[Sequence[Tensor], list[Tensor]] | None = (inputs, roots)
         #: The gradients of the parameters, if Paddle had to compute them in I.
         self._weight_grads: Sequence[Tensor] | None = None
 
@@ -366,7 +342,7 @@ class GraphCall(Call):
         """
         if self._graph is None:
             raise RuntimeError("backward ran twice through a call of a leaf layer")
-        self.output_grads, inputs = grads, self._graph.inputs
+        self.output_grads, (inputs, _) = grads, self._graph
         if any(grad is not None and not grad.size for grad in grads):
             # Paddle cannot compute only one gradient of a product without rows.
             gradients = self._gradients([*inputs, *self.parameters], retain_graph=True)
@@ -397,7 +373,7 @@ class GraphCall(Call):
         Returns:
             A gradient for each of ``wanted``; None for a tensor that no output depends on.
         """
-        roots = [] if self._graph is None else self._graph.roots
+        _, roots = self._graph or ((), [])
         used = [(root, grad) for root, grad in zip(roots, self.output_grads) if grad is not None]
         if not used or not wanted:
             return [None] * len(wanted)

@@ -78,7 +78,8 @@ class RecomputedPiece:
         ]
         #: Whether its layers compute gradients by ``paddle.grad``; None before the first call.
         self.differentiates: bool | None = None
-        self._copies: Copies = weakref.WeakValueDictionary()
+        #: Copies of large buffers, which several calls may share.
+        self.copies: Copies = weakref.WeakValueDictionary()
         self._calls = 0
 
     def needs_recompute(self, value: Nest) -> bool:
@@ -92,12 +93,8 @@ class RecomputedPiece:
             and any(not tensor.stop_gradient for tensor in tensors_of(value))
         )
 
-    def states(self) -> LayerStates:
-        """Returns a copy of the current state of the piece's layers."""
-        return LayerStates(self.layers, self._copies)
-
-    def compares(self) -> bool:
-        """Counts a call, and returns whether to compare the outputs of its two runs."""
+    def count_call(self) -> bool:
+        """Counts a call of the piece; returns whether to compare the outputs of its two runs."""
         self._calls += 1
         # On a GPU each comparison makes the host wait for all queued operations.
         is_sample = device_kind() == "cpu" and self._calls % _COMPARED_CALLS == 0
@@ -186,7 +183,7 @@ class _Rerun:
         self._value = replace(value, saved)
         # Whether a reshaped input is a view or a copy depends on the input's layout.
         self._layouts = [(saved[id(tensor)], layout_of(tensor)) for tensor in tensors_of(value)]
-        self._states = piece.states()
+        self._states = LayerStates(piece.layers, piece.copies)
         #: The result of :func:`_bits` for the first run's output; None if it is not compared.
         self._bits: list[int | np.ndarray] | None = None
         self._random = RandomStates()
@@ -220,7 +217,16 @@ class _Rerun:
             return ticket
         try:
             if self._is_in_forward:
-                return self._saved_tensor(ticket, is_for_pylayer())
+                # A ``paddle.grad`` in the first run reads the tensor.
+                self._differentiates = True
+                if ticket.tensor is None:
+                    raise ConfigError(
+                        "a layer computes gradients in its forward, and in its first call did not",
+                        where=self._piece.name,
+                        fix="call it the same way each time, or set recompute_interval=0",
+                    )
+                tensor = ticket.tensor
+                return tensor if is_for_pylayer() else leaf_on_same_memory(tensor)
             if ticket.tensor is None:
                 self._run_again()
         except Exception as error:
@@ -231,17 +237,6 @@ class _Rerun:
         # The ticket lets go of the tensor, so backward frees it after use.
         tensor, ticket.tensor = ticket.tensor, None
         return tensor
-
-    def _saved_tensor(self, ticket: _Ticket, for_pylayer: bool) -> Tensor:
-        """Returns the tensor in a ticket to a ``paddle.grad`` in the first run."""
-        self._differentiates = True
-        if ticket.tensor is None:
-            raise ConfigError(
-                "a layer computes gradients in its forward, and in its first call did not",
-                where=self._piece.name,
-                fix="call it the same way each time, or set recompute_interval=0",
-            )
-        return ticket.tensor if for_pylayer else leaf_on_same_memory(ticket.tensor)
 
     def end_forward(self, output: Nest) -> None:
         """Ends the first run, which had the result ``output``, and empties the tickets.
@@ -255,7 +250,7 @@ class _Rerun:
             piece.differentiates = self._differentiates or bool(piece.differentiates)
             for ticket in filter(None, (reference() for reference in self._tickets)):
                 ticket.tensor = None
-        if piece.compares():
+        if piece.count_call():
             self._bits = _bits(output)
 
     def _run_again(self) -> None:
@@ -352,7 +347,7 @@ def _is_kept_in_graph(saved: Tensor | _Ticket) -> bool:
 
 
 def _bits(value: Nest) -> list[int | np.ndarray]:
-    """Returns a checksum of each tensor in an output; on a GPU the tensor's first numbers."""
+    """Returns a checksum of each tensor in a piece's output; on a GPU its first numbers."""
     tensors = [tensor.detach() for tensor in tensors_of(value) if 0 not in tensor.shape]
     if device_kind() != "cpu":
         parts = (tensor.flatten()[:_COMPARED_NUMBERS].astype("float32") for tensor in tensors)
@@ -434,7 +429,7 @@ def _saving_tensors_by(
         _flags.in_piece = before
 
 
-def in_piece() -> bool:
+def is_in_piece() -> bool:
     """Whether this thread now runs layers of a piece, whose activations are not kept."""
     return _flags.in_piece
 

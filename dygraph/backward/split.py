@@ -22,7 +22,6 @@ from fleetpipe.dygraph.backward.leaf import (
     CallProperties,
     CannotWait,
     Leaf,
-    find_situation,
     has_parameters_alone,
     inspect_call,
     leaves_of,
@@ -35,7 +34,7 @@ from fleetpipe.dygraph.backward.linear_and_embedding import (
     looks_up,
     product_of,
 )
-from fleetpipe.dygraph.nest import needs_gradient, leaves_like, replace
+from fleetpipe.dygraph.nest import leaves_like, needs_gradient, replace
 from fleetpipe.dygraph.random_keys import earlier_backward_context
 from fleetpipe.errors import ConfigError, FleetPipeError
 from fleetpipe.extras import extra
@@ -54,11 +53,11 @@ _NOTHING = nullcontext()
 
 
 class _ReplacedForwards:
-    """Replaces the forwards of some layers, and restores them; implements ``Change``."""
+    """Replaces the ``forward`` of some layers for a while; a ``Change`` of ``layer_state``."""
 
-    def __init__(self, forwards: Iterable[tuple[Layer, Forward]]) -> None:
-        """Takes the layers, each with the forward to give it."""
-        self._forwards = list(forwards)
+    def __init__(self, forwards: Sequence[tuple[Layer, Forward]]) -> None:
+        """Takes layers, each with the forward that replaces its own."""
+        self._forwards = forwards
         self._originals: list[tuple[Layer, object]] = []
 
     def begin(self) -> None:
@@ -67,15 +66,6 @@ class _ReplacedForwards:
             # Not by Layer.__setattr__, which looks for parameters first.
             self._originals.append((layer, layer.__dict__.get("forward", _MISSING)))
             layer.__dict__["forward"] = forward
-
-    def require_in_place(self) -> None:
-        """Refuses a forward that the user has set meanwhile, since :meth:`end` would remove it."""
-        for layer, forward in self._forwards:
-            if layer.__dict__.get("forward", forward) is not forward:
-                raise ConfigError(
-                    f"the forward of a layer was replaced while its stage ran: {type(layer)}",
-                    fix="replace it before the batch",
-                )
 
     def end(self) -> None:
         """Restores the forwards, the last replaced one first."""
@@ -89,13 +79,22 @@ class _ReplacedForwards:
 
 @contextmanager
 def with_forwards(forwards: Iterable[tuple[Layer, Forward]]) -> Iterator[None]:
-    """While it is open, each layer has the forward that it is paired with."""
-    replacement = _ReplacedForwards(forwards)
+    """While it is open, each layer has the forward that it is paired with.
+
+    It refuses a forward that the user has set meanwhile, since its end would remove that.
+    """
+    pairs = list(forwards)
+    replacement = _ReplacedForwards(pairs)
     changes.append(replacement)
     try:
         replacement.begin()
         yield
-        replacement.require_in_place()
+        for layer, forward in pairs:
+            if layer.__dict__.get("forward", forward) is not forward:
+                raise ConfigError(
+                    f"the forward of a layer was replaced while its stage ran: {type(layer)}",
+                    fix="replace it before the batch",
+                )
     finally:
         changes.remove(replacement)
         replacement.end()
@@ -145,7 +144,7 @@ class SplitBackward:
         return (stage, micro_batch) in self._split
 
     def end(self) -> None:
-        """Ends a batch: removes the hooks of the first batch, and drops tapes without a W."""
+        """Ends a batch: removes hooks on gradients, and drops the tapes of unfinished stages."""
         if self._sums.begun:
             self._sums.end()
         if self.arrivals is not None:
@@ -187,7 +186,7 @@ class SplitBackward:
         return _NOTHING if fast is None else fast.in_backward(self._sums)
 
     def _find_fast(self, stage: int) -> Any:
-        """Finds, stores and returns the faster forwards of a stage; None if no layer has one."""
+        """Finds and stores the leaf layers of a stage with a faster forward; None if none has."""
         fast = None
         if self._fast_leaves:
             layers = (leaf.layer for leaf in self._leaves_of(stage) if not leaf.static)
@@ -228,7 +227,10 @@ class SplitBackward:
             tape.calls[:] = [call for call in tape.calls if call.leaf not in leaves]
 
     def _add(self, calls: Sequence[Call]) -> None:
-        """Adds the weight gradients of calls of one micro-batch; autograd must be off."""
+        """Adds the weight gradients of calls of leaf layers, all of one micro-batch, in W.
+
+        Autograd must be off.
+        """
         uses = Counter(id(parameter) for call in calls for parameter in call.parameters)
         shared: dict[int, tuple[Tensor, Tensor]] = {}
         for call in calls:
@@ -285,7 +287,11 @@ class SplitBackward:
         """
         if self.arrivals is None:
             self.arrivals = GradientArrivals()
-        return self.arrivals.record(stage, kind, self._layers_of)
+        return (
+            self.arrivals.record(stage, kind, self._layers_of)
+            if self.arrivals.is_active
+            else _NOTHING
+        )
 
 
 def run_leaf(
@@ -312,11 +318,13 @@ def run_leaf(
     except CannotWait:
         tape.uncut.add(leaf)
         return forward(*args, **named)
-    key = find_situation(tensors, parameters)
-    properties = leaf.properties_of_calls.get(key)
+    needs_grad = tuple([not tensor.stop_gradient for tensor in (*tensors, *parameters)])
+    situation = len(tensors), needs_grad
+    properties = leaf.properties_of_calls.get(situation)
     if properties is None:
         properties = inspect_call(parameters, forward, args, named)
-        leaf.add_properties(key, properties)
+        leaf.properties_of_calls[situation] = properties
+        leaf.divisible &= properties.divisible
     # All calls of a layer wait or none: autograd adds up all uses before it changes the parameter's
     # gradient.
     if not leaf.divisible:
@@ -342,7 +350,7 @@ def _tensors_in_arguments(
     Raises:
         CannotWait: The weight gradients of the call cannot wait.
     """
-    if recompute.in_piece():
+    if recompute.is_in_piece():
         # A call on the tape would keep inputs and outputs, which recompute must free.
         raise CannotWait
     # recompute(use_reentrant=False) runs its layers within saved_tensors_hooks.
@@ -362,16 +370,10 @@ def _cut_out(
     args: tuple[Nest, ...],
     named: dict[str, Nest],
 ) -> Nest:
-    """Runs ``forward`` in a graph of its own, and connects the result to the graph around it.
+    """Runs a leaf layer's ``forward`` in a graph of its own, so that its weight gradients can wait.
 
-    Args:
-        leaf: The layer.
-        properties: The properties of such calls.
-        forward: The layer's forward.
-        tape: The tape of the micro-batch.
-        tensors: The tensors among the arguments.
-        args: The positional arguments.
-        named: The keyword arguments.
+    The result is connected to the graph around the call. ``tensors`` are those in ``args`` and
+    ``named``, the arguments of the call.
     """
     differentiable_inputs = list(filter(needs_gradient, tensors))
     stand_ins = leaves_like(differentiable_inputs)

@@ -184,10 +184,9 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
         )
 
     def _all_squares(self, squares: list[_Square]) -> list[_Square]:
-        """Returns the squares of all ranks, each once. Collective.
+        """Returns the squared norms of all ranks' gradients, each once, from this rank's.
 
-        Args:
-            squares: The squares of this rank.
+        Collective.
         """
         job = current_job()
         if job is None or job.local:
@@ -294,7 +293,7 @@ def _gather_squares(squares: Sequence[_Square], members: Group) -> list[_Square]
 
 
 def _pack_squares(squares: Sequence[_Square]) -> PackedSquares:
-    """Returns squares as one message: text with their fields, and a float64 Tensor of values."""
+    """Returns squared norms as a message: a text with their fields, and a Tensor of the values."""
     fields = " ".join(
         f"{square.order}:{square.dtype}:{square.axis}:{square.spread:d}" for square in squares
     )

@@ -62,7 +62,7 @@ _log = log.logger(__name__)
 Stepped = tuple[Sequence[object], Pairs]
 
 
-def keys_of(optimizer: Optimizer) -> list[GroupKey] | None:
+def group_keys_of(optimizer: Optimizer) -> list[GroupKey] | None:
     """Returns the keys of the parameter groups; None if the parameters are a plain list."""
     groups = dict_groups(optimizer)
     if not groups:
@@ -81,7 +81,7 @@ def keys_of(optimizer: Optimizer) -> list[GroupKey] | None:
     return keys
 
 
-def arrange(optimizer: Optimizer, keys_of_ranks: Sequence[list[GroupKey] | None]) -> None:
+def arrange_groups(optimizer: Optimizer, keys_of_ranks: Sequence[list[GroupKey] | None]) -> None:
     """Gives an optimizer the parameter groups of all ranks, in one order.
 
     A group of which this rank has no parameters is added empty. Nothing happens if some rank has a
@@ -89,11 +89,11 @@ def arrange(optimizer: Optimizer, keys_of_ranks: Sequence[list[GroupKey] | None]
 
     Args:
         optimizer: This rank's optimizer.
-        keys_of_ranks: The result of :func:`keys_of` on each rank.
+        keys_of_ranks: The result of :func:`group_keys_of` on each rank.
     """
     if None in keys_of_ranks:
         return
-    groups = dict(zip(keys_of(optimizer) or [], dict_groups(optimizer)))
+    groups = dict(zip(group_keys_of(optimizer) or [], dict_groups(optimizer)))
     all_keys = dict.fromkeys(key for keys in keys_of_ranks for key in keys or [])
     if [*all_keys] != [*groups]:
         put_groups(optimizer, [groups.get(key) or _empty_group(key) for key in all_keys])
@@ -115,14 +115,11 @@ def text_of(value: object) -> str:
     return type(value).__name__ if not text or " at 0x" in text else text
 
 
-def agreeing(scaler: Scaler) -> Scaler:
-    """Changes a ``GradScaler`` so that it steps only if no rank's gradients overflow.
+def make_ranks_agree(scaler: Scaler) -> Scaler:
+    """Changes a ``GradScaler`` so that it steps only if no rank's gradients overflow; returns it.
 
     Args:
         scaler: Paddle's ``GradScaler``, or its ``MixPrecisionScaler`` around one.
-
-    Returns:
-        ``scaler``.
     """
     replace_unscale(scaler, _unscale)
     return scaler
@@ -137,7 +134,7 @@ def prepare_scaler(scaler: Scaler) -> Scaler:
     if scaler.is_enable():
         scaler.scale(paddle.zeros([1]))
     if scaler.is_enable():
-        return agreeing(scaler)
+        return make_ranks_agree(scaler)
     if device_kind() == "cpu" and rehearsal_dtype() is None:
         log.once(
             _log.warning,
@@ -223,7 +220,15 @@ class PipelineOptimizer(FleetsType):
     The optimizer of a rank has the parameters of the rank's stages; if one process plays all ranks,
     its optimizer has all parameters. A ``ClipGradByGlobalNorm`` of the user's optimizer is
     replaced.
+
+    Attributes:
+        shards: The owner of each parameter's state; None if each rank keeps the state of all.
+        clips_all: Whether every gradient is clipped by the global norm, since the optimizer was
+            bound.
     """
+
+    shards: Shards | None = None
+    clips_all = False
 
     def __init__(self, optimizer: Optimizer) -> None:
         """Wraps an optimizer built on ``model.parameters()``.
@@ -247,7 +252,6 @@ class PipelineOptimizer(FleetsType):
             )
         self._inner_opt = optimizer
         self._layers: Layer = None
-        self._shards: Shards | None = None
         self._compared = False
         job = current_job()
         if job is not None:
@@ -257,7 +261,7 @@ class PipelineOptimizer(FleetsType):
         self._hcg = None if job is None else job.hcg
         if job is not None and job.sharding().ranks > 1:
             sharing = job.sharding(), job.expert_sharding()
-            self._shards = Shards(optimizer, *sharing, scatters=job.scatters_gradients)
+            self.shards = Shards(optimizer, *sharing, scatters=job.scatters_gradients)
         self._replace_clips()
 
     @property
@@ -265,19 +269,9 @@ class PipelineOptimizer(FleetsType):
         """The user's optimizer."""
         return self._inner_opt
 
-    @property
-    def shards(self) -> Shards | None:
-        """The owner of each parameter's state; None if each rank keeps the state of all."""
-        return self._shards
-
-    @property
-    def clips_all(self) -> bool:
-        """Whether every gradient is clipped by the global norm, since the optimizer was bound."""
-        return self._clips_all
-
     def owns_state(self, parameter: Tensor) -> bool:
         """Whether this rank keeps the optimizer's state of a parameter."""
-        return self._shards is None or self._shards.owns(parameter)
+        return self.shards is None or self.shards.owns(parameter)
 
     @property
     def gradient_norm(self) -> float | None:
@@ -291,7 +285,7 @@ class PipelineOptimizer(FleetsType):
     @property
     def _param2rank(self) -> dict[str, int]:
         """The sharding rank that keeps the state of each parameter, by name. Trainers read it."""
-        return {} if self._shards is None else self._shards.ranks_by_name()
+        return {} if self.shards is None else self.shards.ranks_by_name()
 
     def bind(self, layers: Layer) -> None:
         """Binds this optimizer to ``layers``; refuses optimizers that do not fit on all ranks.
@@ -325,22 +319,18 @@ class PipelineOptimizer(FleetsType):
             self._compare_with_other_ranks(self._layers)
 
     def _compare_with_other_ranks(self, layers: Layer | None) -> None:
-        """Compares this optimizer with a model and with other ranks' optimizers. Collective.
-
-        Args:
-            layers: The model; None if the optimizer is bound to none.
-        """
+        """Compares this optimizer with other ranks' and with a model, if any. Collective."""
         job = current_job()
         if job is not None:
             with job.calling("compares the optimizers"):
                 optimized = optimized_parameters(self._inner_opt)
                 trains = _has_parameters_of(layers, optimized)
-                ranks = job.everyone().all_gather((trains, keys_of(self._inner_opt)))
+                ranks = job.everyone().all_gather((trains, group_keys_of(self._inner_opt)))
                 verdicts = [verdict for verdict, _ in ranks]
                 if False in verdicts and True not in verdicts:
                     count = len(optimized)
                     _refuse_parameters(layers, f"none of them, {count} in all, on any rank")
-                arrange(self._inner_opt, [keys for _, keys in ranks])
+                arrange_groups(self._inner_opt, [keys for _, keys in ranks])
                 self._replace_clips()
                 job.require_agreement(self._facts_to_compare())
         for clip in self._clips:
@@ -414,21 +404,18 @@ class PipelineOptimizer(FleetsType):
             chosen = [parameter for parameter in optimized if parameter.name in wanted]
             if not chosen:
                 # Paddle would take an empty list for all parameters.
-                self._clip_nothing(clips())
+                self._clip_nothing([gradient_clip(self._inner_opt)])
                 return [], []
             stepped: Stepped = self._inner_opt.minimize(loss, startup_program, chosen)
             return stepped
 
-        def clips() -> list[Clip]:
-            return [gradient_clip(self._inner_opt)]
-
         self._adopt_changes()
-        result = self._reduce_and_step(minimize, clips)
+        result = self._reduce_and_step(minimize, lambda: [gradient_clip(self._inner_opt)])
         return ([], []) if result is None else result
 
     def _facts_to_compare(self) -> dict[str, str]:
         """Returns texts that must be equal on all ranks, by their names in messages."""
-        keys = keys_of(self._inner_opt)
+        keys = group_keys_of(self._inner_opt)
         clips = [*map(text_of, clips_of_a_step(self._inner_opt))]
         return {
             "optimizer": type(base_optimizer(self._inner_opt)).__name__,
@@ -440,12 +427,12 @@ class PipelineOptimizer(FleetsType):
         """Replaces the clips of the user's optimizer; gives new parameters an owner."""
         self._clips = replace_clips(self._inner_opt)
         self._clips_of_step = clips = clips_of_a_step(self._inner_opt)
-        if self._shards is not None:
-            self._shards.take_new()
-        self._clips_all = bool(clips) and all(clip in self._clips for clip in clips)
+        if self.shards is not None:
+            self.shards.assign_new_parameters()
+        self.clips_all = bool(clips) and all(clip in self._clips for clip in clips)
         spread = any(map(is_spread, optimized_parameters(self._inner_opt)))
         for clip in self._clips:
-            clip.sharded, clip.spread = self._shards is not None, spread
+            clip.sharded, clip.spread = self.shards is not None, spread
 
     def _reduce_and_step(
         self, step: Callable[[], Stepped | None], clips: Callable[[], list[Clip]]
@@ -460,21 +447,17 @@ class PipelineOptimizer(FleetsType):
         Returns:
             The result of ``step``; None without parameters.
         """
-
-        def nothing() -> None:
-            self._clip_nothing(clips())
-
         parameters = optimized_parameters(self._inner_opt)
         self._reduce_gradients(parameters)
         for clip in self._clips:
             clip.begin()
         stepped = None
-        if self._shards is not None:
-            stepped = self._shards.step(step, nothing)
+        if self.shards is not None:
+            stepped = self.shards.step(step, lambda: self._clip_nothing(clips()))
         elif parameters:
             stepped = step()
         else:
-            nothing()
+            self._clip_nothing(clips())
         job = current_job()
         if job is not None and self._clips:
             norm = partial(total_norm, norms_of(self._clips))
@@ -482,7 +465,7 @@ class PipelineOptimizer(FleetsType):
         return stepped
 
     def _clip_nothing(self, clips: Sequence[Clip]) -> None:
-        """Takes part in the collective norms of ``clips``, without gradients of this rank."""
+        """Takes part in the norms over all ranks of ``clips``, without gradients of this rank."""
         for clip in clips:
             if clip in self._clips:
                 clip([])
@@ -500,7 +483,7 @@ class PipelineOptimizer(FleetsType):
         if in_data_parallel_mode(job.hcg) and not has_unaveraged_gradients(parameters):
             return
         if self._layers is None and not job.trains(parameters):
-            reduce_all(parameters, job, job.degrees.sep / job.copies().ranks, self._shards)
+            reduce_all(parameters, job, job.degrees.sep / job.copies().ranks, self.shards)
 
     @property
     def _rate(self) -> float | Scheduler:
@@ -526,12 +509,7 @@ def _names(parameters: Iterable[Tensor | str]) -> set[str]:
 
 
 def _require_no_foreign(layers: Layer, optimized: Sequence[Tensor]) -> None:
-    """Refuses an optimizer with parameters that are not the model's.
-
-    Args:
-        layers: The model.
-        optimized: The parameters of the optimizer.
-    """
+    """Refuses an optimizer, of the parameters ``optimized``, if one is not of the model."""
     trained_ids = {id(parameter) for parameter in layers.trained_parameters()}
     foreign = [p.name for p in optimized if id(p) not in trained_ids and not p.stop_gradient]
     if foreign:
@@ -539,11 +517,9 @@ def _require_no_foreign(layers: Layer, optimized: Sequence[Tensor]) -> None:
 
 
 def _has_parameters_of(layers: Layer | None, optimized: Sequence[Tensor]) -> bool | None:
-    """Whether an optimizer has a parameter of this rank's stages; None if it need not have any.
+    """Whether an optimizer of some parameters has one of this rank's stages of a model.
 
-    Args:
-        layers: The model; None if there is none, which counts as True.
-        optimized: The parameters of the optimizer.
+    None if it need not have any, since all of them are frozen; True if there is no model.
     """
     if layers is None:
         return True

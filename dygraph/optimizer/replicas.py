@@ -62,14 +62,14 @@ class Shards:
         self._groups = (group, group if of_experts is None else of_experts)
         #: The owner of each parameter, by the parameter's id.
         self._owners: dict[int, int] = {}
-        self.take_new()
+        self.assign_new_parameters()
 
-    def take_new(self) -> None:
+    def assign_new_parameters(self) -> None:
         """Assigns an owner to each parameter without one; all members assign the same owners."""
         new = [p for p in optimized_parameters(self._optimizer) if id(p) not in self._owners]
         for spread, members in enumerate(self._groups):
             shared = [parameter for parameter in new if is_spread(parameter) == bool(spread)]
-            self._owners.update(owners(shared, members.ranks))
+            self._owners.update(assign_owners(shared, members.ranks))
 
     def ranks_by_name(self) -> dict[str, int]:
         """Returns each parameter's owner, a rank among the members, by the parameter's name."""
@@ -81,7 +81,7 @@ class Shards:
         return self.owner(parameter) == self._groups[is_spread(parameter)].rank
 
     def members(self, spread: bool) -> Group:
-        """Returns the ranks that shard the state of experts (``spread``), or of all others."""
+        """Returns the ranks that share the optimizer's state of experts, or of all but experts."""
         return self._groups[spread]
 
     def owner(self, parameter: Tensor) -> int:
@@ -97,7 +97,7 @@ class Shards:
         chosen = [p for p in parameters if id(p) in self._owners and self.scatters]
         return [p for p in chosen if not hasattr(p, "is_firstly_shared")]
 
-    def drop_others(self, parameters: Sequence[Tensor]) -> None:
+    def drop_gradients_of_others(self, parameters: Sequence[Tensor]) -> None:
         """In stage 2, frees the gradients of parameters that other members own."""
         if self.scatters:
             drop_gradients(p for p in parameters if id(p) in self._owners and not self.owns(p))
@@ -145,7 +145,7 @@ class Shards:
                 members.broadcast_each(owned)
 
 
-def owners(parameters: Sequence[Tensor], ranks: int) -> dict[int, int]:
+def assign_owners(parameters: Sequence[Tensor], ranks: int) -> dict[int, int]:
     """Returns the owner of each parameter, by ``id``: large ones first, to the least loaded rank.
 
     All parts of a vocabulary have one owner, as a whole embedding has, because a checkpoint joins
@@ -263,7 +263,12 @@ def reduce_gradients(
             continue
         if not present[index]:
             set_gradient(parameter, zero_gradient(parameter))
-        _require_dense(parameter)
+        if gradient_of(parameter).is_selected_rows():
+            raise ConfigError(
+                f"the gradient of {parameter.name} is sparse, and replicas add up dense ones",
+                cause="an Embedding(sparse=True)",
+                fix="build it with sparse=False",
+            )
         used.append(parameter)
     for bucket in _group_into_buckets(used):
         if owner_of is None:
@@ -303,16 +308,6 @@ def share_in_mean(counted: int, group: Group) -> Fraction:
     """
     counts = group.all_gather(counted)
     return Fraction(counted * group.ranks, sum(counts))
-
-
-def _require_dense(parameter: Tensor) -> None:
-    """Refuses a sparse gradient of a parameter."""
-    if gradient_of(parameter).is_selected_rows():
-        raise ConfigError(
-            f"the gradient of {parameter.name} is sparse, and replicas add up dense ones",
-            cause="an Embedding(sparse=True)",
-            fix="build it with sparse=False",
-        )
 
 
 def _group_into_buckets(parameters: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -28,7 +28,7 @@ from fleetpipe.mesh.parts import (
     PartOfWhole,
     attached_part,
     local_tensor_of,
-    parted,
+    split_into_parts,
 )
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.eager_operations import set_data
@@ -49,7 +49,7 @@ class ModelWithParts(paddle.nn.Layer):
         self, state_dict: Mapping[str, Any], use_structured_name: bool = True
     ) -> Any:
         """Loads a state like ``nn.Layer``; cuts whole weights in it into this rank's parts."""
-        state = parted(state_dict, paddle.nn.Layer.state_dict(self), mp_shard)
+        state = split_into_parts(state_dict, paddle.nn.Layer.state_dict(self), mp_shard)
         return super().set_state_dict(state, use_structured_name)
 
     set_dict = load_dict = set_state_dict
@@ -381,7 +381,7 @@ class ModelState:
         """
         slots, local_tensors = choose_slots(self.slots(), source), self.local_tensors()
         state = to_pipeline_names(slots, source, self.plain_names)
-        _check_and_assign(local_tensors, parted(state, local_tensors, mp_shard))
+        _check_and_assign(local_tensors, split_into_parts(state, local_tensors, mp_shard))
 
     def gather(self) -> dict[str, Tensor]:
         """Returns copies of all parameters and buffers, whole and joined, shared ones first.

@@ -12,12 +12,12 @@ import functools
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 from fleetpipe.aliases import PaddleGroup, Tensor
 from fleetpipe.errors import StateError, UsageError
 from fleetpipe.job import meeting
 from fleetpipe.job.job import current_job
+from fleetpipe.mesh.groups import Group as MeshGroup
 from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.mesh.sums import tree
 from fleetpipe.paddle_api import eager_operations, paddle
@@ -35,35 +35,20 @@ from fleetpipe.paddle_api.tensor import tensor_bytes
 #: every tensor to every member costs more.
 _RING_BYTES = 256 * 1024
 
+#: The group of a layer's members; ``rank`` is the number of the shard that this rank holds.
+Members = MeshGroup
+
 #: What :func:`connect` has connected, by the id of Paddle's group.
 _connected: dict[int, Members] = {}
 #: Whether :func:`alone` is open.
 _alone = False
 
 
-class Members(Protocol):
-    """The group of a layer's members: the methods of :class:`fleetpipe.mesh.Group` that layers use.
-
-    Attributes:
-        rank: The number of the shard that this rank holds.
-        ranks: The number of shards.
-    """
-
-    rank: int
-    ranks: int
-
-    def all_gather(self, value: Tensor) -> list[Tensor]:
-        """Returns the tensors of all members, by member, on every member. Collective."""
-
-    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
-        """Replaces each tensor by the sum of the members' tensors. Collective."""
-
-    def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
-        """Returns the sum of the parts that all members pass for this member. Collective."""
-
-
 class StockGroup:
-    """The members of a group of Paddle's, which send over Gloo; that waits 30 s for the last."""
+    """The members of a group of Paddle's, which send over Gloo; that waits 30 s for the last.
+
+    It has the methods of ``fleetpipe.mesh.Group`` that layers use.
+    """
 
     def __init__(self, group: PaddleGroup) -> None:
         """Takes the members of ``group``."""
@@ -244,9 +229,9 @@ def along(axis: str, group: PaddleGroup = None) -> Members:
 
 def members_of(group: PaddleGroup) -> Members:
     """Returns the members of a group of Paddle's or of fleetpipe's."""
-    if not isinstance(group, Group):
-        members: Members = group
-        return members
-    if group.nranks == 1:
-        return SoleGroup()
-    return _connected.get(group.id) or StockGroup(group)
+    if isinstance(group, Group):
+        if group.nranks == 1:
+            return SoleGroup()
+        group = _connected.get(group.id) or StockGroup(group)
+    members: Members = group
+    return members

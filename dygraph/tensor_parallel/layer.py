@@ -218,11 +218,7 @@ def share_of(size: int, name: str, mp_group: PaddleGroup = None) -> int:
 def _divide(size: int, name: str, members: int, where: str) -> int:
     """Returns ``size / members``; refuses a remainder.
 
-    Args:
-        size: The number to divide.
-        name: Its name in the error.
-        members: The number of members.
-        where: The class of the layer for the error, or "".
+    The error has ``name``, that of the size, and ``where``, the class of the layer, or "".
     """
     if size % members:
         raise ConfigError(
@@ -309,11 +305,9 @@ def refuse_shards(built: Mapping[int, Callable[[Nest], Nest]]) -> None:
 
 
 def _mark_split_axis(parameter: Tensor, axis: int | None) -> None:
-    """Sets the attributes by which Paddle's clip, optimizer and checkpoints know a shard.
+    """Marks a parameter as a shard along an axis, as Paddle does for clips and checkpoints.
 
-    Args:
-        parameter: The parameter.
-        axis: The axis that is cut; None if the parameter is whole.
+    The axis is None for a parameter that is not cut.
     """
     parameter.is_distributed = axis is not None
     if axis is not None:

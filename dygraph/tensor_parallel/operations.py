@@ -255,8 +255,8 @@ def own_errors() -> Iterator[None]:
         raise
 
 
-def noting(function: FunctionInBackward) -> FunctionInBackward:
-    """Returns a function for backward that also records its errors, for :func:`own_errors`."""
+def recording_errors(function: FunctionInBackward) -> FunctionInBackward:
+    """Returns a function that runs in backward and records its errors, for :func:`own_errors`."""
 
     @wraps(function)
     def run(*args: Any, **named: Any) -> Any:
@@ -284,7 +284,7 @@ class _Collective(paddle.autograd.PyLayer):
         return run(tensor)
 
     @staticmethod
-    @noting
+    @recording_errors
     def backward(ctx: Context, grad: Tensor) -> Tensor:
         """Returns ``gradient(grad)``, the gradient of the tensor."""
         return ctx.gradient(grad)

@@ -47,10 +47,9 @@ _COLUMN, _ROW = (
 
 
 def _with_paddles_signature(function: Operation) -> Operation:
-    """Returns a replacement with Paddle's signature, which calls Paddle's own in static graph.
+    """Gives a replacement of the operation with its name Paddle's signature.
 
-    Args:
-        function: The replacement, with the name of Paddle's operation.
+    In static graph the result calls Paddle's own operation.
     """
     stock: Operation = getattr(OPERATION_MODULES[0], function.__name__)
 

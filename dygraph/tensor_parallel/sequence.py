@@ -51,20 +51,20 @@ def _refuse_blocks() -> None:
     )
 
 
-@operations.noting
+@operations.recording_errors
 def scatter(input: Tensor) -> Tensor:
     """Returns this member's part of the first axis, without a gradient; not collective."""
     group = _group()
     return operations.shard_of(input, 0, group.rank, group.nranks)
 
 
-@operations.noting
+@operations.recording_errors
 def all_gather(input: Tensor) -> Tensor:
     """Joins the parts of all members, without a gradient. Collective."""
     return paddle.concat(gather(input, members_of(_group())), axis=0)
 
 
-@operations.noting
+@operations.recording_errors
 def reduce_scatter(input: Tensor) -> Tensor:
     """Returns this member's part of the members' sum, without a gradient. Collective."""
     return operations.shard_of_sum(input, members_of(_group()))
@@ -190,7 +190,7 @@ def _make_summing_hook(
     """
     backwards = 0
 
-    @operations.noting
+    @operations.recording_errors
     @paddle.no_grad()
     def hook(*_: Any) -> None:
         nonlocal backwards

@@ -44,47 +44,56 @@ class ObserverRow(NamedTuple):
     by_plan: bool = False
 
 
-#: The observers of a pipeline by name, the innermost first. ``of`` is the pipeline's ``Runtime``.
+#: The observers of a pipeline by name, the innermost first.
 #: "users" and "companion" are empty at first: ``Engines.observe`` and ``accompany`` fill them.
 OBSERVERS: Mapping[str, ObserverRow] = {
     "finite": ObserverRow(
         "fleetpipe.dygraph.observe.refusals:FiniteSends.asked_for",
-        lambda of: () if "FLAGS_pp_check_naninf" in os.environ else None,
+        lambda runtime: () if "FLAGS_pp_check_naninf" in os.environ else None,
     ),
     "order": ObserverRow(
         "fleetpipe.dygraph.observe.refusals:BackwardState",
-        lambda of: (
-            (of.layers,)
-            if of.config.order == "ready" and of.job.degrees.pp > 1 and not of.job.local
+        lambda runtime: (
+            (runtime.layers,)
+            if runtime.config.order == "ready"
+            and runtime.job.degrees.pp > 1
+            and not runtime.job.local
             else None
         ),
     ),
-    "users": ObserverRow("fleetpipe.engine.observer:Observers", lambda of: ()),
+    "users": ObserverRow("fleetpipe.engine.observer:Observers", lambda runtime: ()),
     "timers": ObserverRow(
         "fleetpipe.dygraph.observe.hooks:TimedActions",
-        lambda of: (of.reductions.timers,) if of.reductions.timers else None,
+        lambda runtime: (runtime.reductions.timers,) if runtime.reductions.timers else None,
     ),
     "hooks": ObserverRow(
         "fleetpipe.dygraph.observe.hooks:HookCalls",
-        lambda of: (of.schedule, of.bubbles, of.job.connect()),
+        lambda runtime: (runtime.schedule, runtime.bubbles, runtime.job.connect()),
         by_plan=True,
     ),
-    "companion": ObserverRow("fleetpipe.engine.observer:Observers", lambda of: ()),
+    "companion": ObserverRow("fleetpipe.engine.observer:Observers", lambda runtime: ()),
     "guards": ObserverRow(
         "fleetpipe.contrib.guards:Guards",
-        lambda of: (of.layers, of.job, of.config.guards) if of.config.guards else None,
+        lambda runtime: (
+            (runtime.layers, runtime.job, runtime.config.guards) if runtime.config.guards else None
+        ),
     ),
     "trace": ObserverRow(
         "fleetpipe.engine.trace:JobTrace",
-        lambda of: (
-            (of.config.trace, of.schedule, of.job)
-            if of.config.trace is not None and of.job.leads("pp")
+        lambda runtime: (
+            (runtime.config.trace, runtime.schedule, runtime.job)
+            if runtime.config.trace is not None and runtime.job.leads("pp")
             else None
         ),
     ),
     "meter": ObserverRow(
         "fleetpipe.engine.step_meter:StepMeter",
-        lambda of: (of.plan, of.job.pipeline_ranks(), of.job.progress, not of.job.local),
+        lambda runtime: (
+            runtime.plan,
+            runtime.job.pipeline_ranks(),
+            runtime.job.progress,
+            not runtime.job.local,
+        ),
         by_plan=True,
     ),
 }

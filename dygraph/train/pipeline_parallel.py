@@ -25,7 +25,7 @@ from fleetpipe.dygraph.train.fleet_face import PipelineFace
 from fleetpipe.dygraph.train.training_batch import (
     TrainingBatch,
     require_steps,
-    required_functions,
+    required_loss_functions,
     run_forwards,
     step_rate,
     take_step,
@@ -213,7 +213,7 @@ class PipelineParallel(PipelineFace):
             the last stage, and an empty list on other ranks.
         """
         runtime = self._runtime
-        functions = required_functions(runtime, loss_fn_idx) if compute_loss else None
+        functions = required_loss_functions(runtime, loss_fn_idx) if compute_loss else None
         data = unwrap(data)
         batches = runtime.data.micro_batches(data, any_rows=True)
         if functions is None and self.layers.placement.has_head:

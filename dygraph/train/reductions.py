@@ -241,7 +241,7 @@ class Reductions:
             set_gradient(parameter, earlier if gradient is None else earlier + gradient)
         self._earlier = []
         if self.last_shards is not None:
-            self.last_shards.drop_others(self._layers.trained_parameters())
+            self.last_shards.drop_gradients_of_others(self._layers.trained_parameters())
 
     def _timing(self, name: str) -> AbstractContextManager[None]:
         """Returns a context that adds its time to the timer ``name``, if there are timers."""

@@ -115,8 +115,12 @@ class TrainingBatch:
         """
         runtime.require_running()
         runtime.reductions.require_cleared()
-        functions = required_functions(runtime, loss_fn_idx)
-        _require_gradients()
+        functions = required_loss_functions(runtime, loss_fn_idx)
+        if not paddle.is_grad_enabled():
+            raise ConfigError(
+                "training needs gradients, and they are switched off",
+                fix="leave paddle.no_grad(), or use eval_batch",
+            )
         # Before the data is read, which may draw random numbers on some ranks.
         self._keys = runtime.keys.draw()
         data, self._sources = with_gradients(data)
@@ -258,7 +262,7 @@ def _step_and_update_scale(optimizer: Optimizer, scaler: Scaler) -> None:
         scaler.update()
 
 
-def required_functions(runtime: Runtime, index: int) -> list[Criterion]:
+def required_loss_functions(runtime: Runtime, index: int) -> list[Criterion]:
     """Returns all loss functions of the model; ``index`` must be the number of one of them.
 
     Raises:
@@ -272,15 +276,6 @@ def required_functions(runtime: Runtime, index: int) -> list[Criterion]:
             fix="pass loss_fn=[f, g, ..] when you build the PipelineLayer",
         )
     return functions
-
-
-def _require_gradients() -> None:
-    """Refuses to train while gradients are switched off."""
-    if not paddle.is_grad_enabled():
-        raise ConfigError(
-            "training needs gradients, and they are switched off",
-            fix="leave paddle.no_grad(), or use eval_batch",
-        )
 
 
 @contextmanager

@@ -254,13 +254,9 @@ class Walker:
         outgoing: tuple[tuple[Edge, MessageKey], ...],
         run: Compute,
     ) -> None:
-        """Runs an action: hands its inputs to the stage, and stores the outputs.
+        """Runs an action by a method of the stage: hands it the inputs, and stores the outputs.
 
-        Args:
-            action: The action.
-            incoming: The edges whose values it takes, with the keys of their messages.
-            outgoing: The edges whose values it yields, with the keys of their messages.
-            run: The stage's method.
+        The edges are those whose values it takes and yields, with the keys of their messages.
         """
         if action.kind == "F":
             self.held += 1

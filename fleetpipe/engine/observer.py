@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from fleetpipe.mesh.turns import here, stretch
+from fleetpipe.mesh.turns import here, without_other_turns
 from fleetpipe.schedules import Op, Recv, Send
 from fleetpipe.transport import MessageKey, Value
 
@@ -198,7 +198,7 @@ class Stopwatch:
         self._begin = None
         blocked = self._instruction()
         if blocked is None:
-            self._record(*stretch(begin, self._clock()))
+            self._record(*without_other_turns(begin, self._clock()))
         else:
             self._begin = begin
         return blocked

@@ -143,8 +143,9 @@ class ReadyWalker(Walker):
         self._awaited, self._early_at = [], math.inf
         for index in self._envelope.candidates():
             action = self._row[index]
+            # Takes the messages that have arrived.
             messages = self._messages_of[action]
-            missing = [message for message in messages if not self._receive_now(message)]
+            missing = [m for m in messages if Walker._receive(self, *m) is not None]
             is_head = index == self._envelope.head
             moment = since
             if not is_head:
@@ -159,10 +160,6 @@ class ReadyWalker(Walker):
             else:
                 self._early_at = min(self._early_at, moment)
         return None
-
-    def _receive_now(self, message: Blocked) -> bool:
-        """Takes a message from the transport if it has arrived; returns whether it is there."""
-        return super()._receive(*message) is None
 
     def _receive(self, source: int, key: MessageKey) -> Blocked | None:
         """Takes a message into ``values``, as the base class does, and ends the counted wait."""

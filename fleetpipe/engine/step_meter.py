@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from fleetpipe.engine.observer import BatchObserver, Blocked, Instruction, Played
 from fleetpipe.mesh.turns import here
@@ -75,45 +75,21 @@ class _Moment(NamedTuple):
         return max(0.0, self.wall - before.wall - (self.queued - before.queued))
 
 
-class Account(Protocol):
-    """Receives the times of steps, as :class:`fleetpipe.job.records.RunProgress` does.
-
-    Attributes:
-        synchronize: Waits until the device has computed all queued work, within a limit.
-    """
-
-    synchronize: Callable[[], None]
-
-    def tell_loss(self, loss: Any, waits: bool) -> None:
-        """Receives the loss of a step.
-
-        Args:
-            loss: The loss.
-            waits: Whether reading it would wait for a GPU.
-        """
-
-    def begin_step(self) -> None:
-        """Receives the moment before the first action of a step runs."""
-
-    def end_step(self, times: StepTimes) -> None:
-        """Receives the times of a step when its last action has run."""
-
-
 class StepMeter(BatchObserver):
     """Times each training batch of this process, and counts the messages that it waits for."""
 
     def __init__(
-        self, plan: Plan, ranks: Sequence[int], account: Account, probes: bool = True
+        self, plan: Plan, ranks: Sequence[int], progress: Any, probes: bool = True
     ) -> None:
         """Creates a meter that has measured no step yet.
 
         Args:
             plan: The plan that the engine runs.
             ranks: For each rank of the pipeline, its number in the job.
-            account: Receives the times of each step.
+            progress: The job's ``RunProgress``, which gets the times and the loss of each step.
             probes: Whether to run probes; nobody needs them where one process plays all ranks.
         """
-        self._ranks, self._account = ranks, account
+        self._ranks, self._progress = ranks, progress
         self._placement = plan.placement
         actions = [_actions_of(row) for row in plan.ops]
         self._last_actions = [row[-1] if row else None for row in actions]
@@ -137,7 +113,7 @@ class StepMeter(BatchObserver):
 
     def begin(self, batch: Any = None) -> None:
         """Begins a step: reads the clocks."""
-        self._account.begin_step()
+        self._progress.begin_step()
         if self._queue is None:
             self._queue = ProcessorQueue()
         self._waited = 0.0
@@ -151,16 +127,16 @@ class StepMeter(BatchObserver):
             self._is_measured = self._count % EVERY == 0
             self._count += 1
             if self._is_measured:
-                self._account.synchronize()
+                self._progress.synchronize()
             self._at_begin = self._read_clocks()
 
     def reduced(self, loss: Any) -> None:
-        """Hands the loss of the step to the account."""
-        self._account.tell_loss(loss, waits=not self._on_cpu)
+        """Hands the loss of the step to the job's records."""
+        self._progress.tell_loss(loss, waits=not self._on_cpu)
 
     def end(self) -> None:
-        """Hands the times of the step to the account."""
-        self._account.end_step(self.take())
+        """Hands the times of the step to the job's records."""
+        self._progress.end_step(self.take())
 
     def take(self) -> StepTimes:
         """Returns the times of the step that began at :meth:`begin` and ends now."""

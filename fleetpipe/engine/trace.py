@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Protocol
+from typing import Any
 
 from fleetpipe import log, systems
 from fleetpipe.arguments import require_folder
@@ -33,7 +33,6 @@ from fleetpipe.schedules.forms.trace import (
     with_early,
     write_trace,
 )
-from fleetpipe.transport import Transport
 from fleetpipe.transport.hosts import host_name
 
 _log = log.logger(__name__)
@@ -45,28 +44,6 @@ _ROUNDS = 8
 
 #: An :class:`Event` without its rank, as ranks send it to rank 0.
 Record = tuple[Any, ...]
-
-
-class Traced(Protocol):
-    """A job as a trace uses it: some members of :class:`fleetpipe.job.job.Job`.
-
-    Attributes:
-        endings: Functions to call when the job ends.
-        progress: The job's ``RunProgress``: ``step`` is the number of steps that are done, and
-            ``wall_time`` divides the time between two of them.
-    """
-
-    endings: list[Callable[[], None]]
-    progress: Any
-
-    def connect(self) -> Mapping[int, Transport]:
-        """Returns the transport of each rank of the pipeline that this process plays."""
-
-    def group(self) -> Group:
-        """Returns the group of the pipeline's ranks."""
-
-    def leads(self, *but: str) -> bool:
-        """Returns whether this process is first on every axis except those in ``but``."""
 
 
 class Trace(BatchObserver):
@@ -283,18 +260,18 @@ class Trace(BatchObserver):
 class JobTrace(Trace):
     """Traces all steps of a job and writes the files when the job ends."""
 
-    def __init__(self, folder: str, schedule: Schedule, job: Traced) -> None:
+    def __init__(self, folder: str, schedule: Schedule, job: Any) -> None:
         """Begins to trace a job. Collective over the pipeline.
 
         Args:
             folder: Where rank 0 writes the files.
             schedule: The schedule that runs.
-            job: The job.
+            job: The current ``Job``.
 
         Raises:
             ConfigError: Nothing can be written into the folder, on rank 0.
         """
-        group = job.group()
+        group: Group = job.group()
         if group.rank == 0:
             require_folder('fleetpipe_configs["trace"]', folder)
         path = Path(folder).absolute()

@@ -272,7 +272,8 @@ class Mesh:
             if axis != "pp":
                 in_stage += digit * weight
                 weight *= size
-        if self._shares_digit:
+        if self.degrees.cp_in_sharding and ("cp", self.degrees.cp) not in self.digits:
+            # Sharding and cp have one digit together.
             coordinates["sharding"], coordinates["cp"] = divmod(
                 coordinates["sharding"], self.degrees.cp
             )
@@ -282,11 +283,6 @@ class Mesh:
                 in_stage, getattr(self.degrees, inner)
             )
         return Coordinate(**coordinates)
-
-    @property
-    def _shares_digit(self) -> bool:
-        """Whether sharding and cp have one digit together."""
-        return self.degrees.cp_in_sharding and ("cp", self.degrees.cp) not in self.digits
 
     def rank(self, coordinate: Coordinate) -> int:
         """Returns the rank at a coordinate on the axes of :data:`DENSE`."""

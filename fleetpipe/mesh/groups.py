@@ -187,31 +187,7 @@ class Group(Protocol):
             UsageError: There is not one part for each member; one is of bools; or the members'
                 parts for this one differ in shape or dtype.
         """
-        return self.begin_reduce_scatter(parts).value()
-
-    def begin_reduce_scatter(self, parts: Sequence[Any]) -> Reduction:
-        """Sends each member its part; returns the exchange under way. Collective."""
-        return Reduction(self.begin_all_to_all(parts), self.rank)
-
-
-class Reduction:
-    """A ``reduce_scatter`` under way: this member has sent its parts."""
-
-    def __init__(self, gathering: Gathering, rank: int) -> None:
-        """Sums the parts of ``gathering`` for the member ``rank``."""
-        self._gathering, self._rank = gathering, rank
-
-    def arrived(self) -> bool:
-        """Returns whether the parts of all members have arrived; never blocks."""
-        return self._gathering.arrived()
-
-    def value(self) -> Any:
-        """Waits for the parts of all members; returns their sum.
-
-        Raises:
-            UsageError: They differ in shape or dtype, or are bools.
-        """
-        return sum_parts(self._gathering.values(), self._rank)
+        return sum_parts(self.all_to_all(parts), self.rank)
 
 
 class _Gathered:
@@ -286,8 +262,8 @@ class DirectGroup(Group):
         self._broadcast = MessageKey("C", 0, 0, f"{name} broadcast", 0)
         self._gather = MessageKey("C", 0, 0, f"{name} gather", 0)
         self._exchange = MessageKey("C", 0, 0, f"{name} exchange", 0)
-        #: The gatherings that have begun and not ended, the oldest first.
-        self._begun: list[_DirectGathering] = []
+        #: The gatherings that have begun and not ended, the oldest first; each adds itself.
+        self.begun: list[_DirectGathering] = []
 
     def broadcast(self, value: Value, source: int) -> Value:
         """Returns the value of member ``source`` on every member. Collective."""
@@ -305,7 +281,7 @@ class DirectGroup(Group):
             return _Gathered(value, self.ranks)
         for peer in self._peers():
             self.transport.send(peer, self._gather, value)
-        return self._begin_gathering(self._gather, value)
+        return _DirectGathering(self, self._gather, value)
 
     def begin_all_to_all(self, parts: Sequence[Any]) -> Gathering:
         """Sends each member its part; returns the exchange under way. Collective."""
@@ -315,7 +291,7 @@ class DirectGroup(Group):
         note_exchange([outgoing[peer] for peer in self._peers()])
         for peer in self._peers():
             self.transport.send(peer, self._exchange, outgoing[peer])
-        return _Exchange(self._begin_gathering(self._exchange, outgoing[self.rank]))
+        return _Exchange(self, self._exchange, outgoing[self.rank])
 
     def all_reduce(self, tensors: Sequence[Any]) -> None:
         """Replaces each tensor by the sum over all members, in their order. Collective."""
@@ -334,13 +310,7 @@ class DirectGroup(Group):
     def begin_anew(self) -> None:
         """Drops unfinished gatherings, and waits for the other members from now on."""
         self.alone = False
-        self._begun.clear()
-
-    def _begin_gathering(self, key: MessageKey, value: Value) -> _DirectGathering:
-        """Begins to gather the messages of ``key``; ``value`` is this member's own."""
-        gathering = _DirectGathering(self, key, value)
-        self._begun.append(gathering)
-        return gathering
+        self.begun.clear()
 
     def receive_for(self, wanted: _DirectGathering, wait: bool) -> None:
         """Receives values for the gatherings up to one of them, in the order in which they began.
@@ -349,8 +319,8 @@ class DirectGroup(Group):
             wanted: The gathering whose values are wanted.
             wait: Whether to wait until it is complete; if not, takes only what has arrived.
         """
-        while self._begun and not wanted.complete:
-            oldest = self._begun[0]
+        while self.begun and not wanted.complete:
+            oldest = self.begun[0]
             for peer in self._peers():
                 if peer in oldest.by_member:
                     continue
@@ -359,7 +329,7 @@ class DirectGroup(Group):
                     oldest.by_member[peer] = value if arrived else self._receive(peer, oldest.key)
             if not oldest.complete:
                 return
-            self._begun.pop(0)
+            self.begun.pop(0)
 
     def _receive(self, peer: int, key: MessageKey) -> Value:
         """Waits for a member's message within this group's limit."""
@@ -379,10 +349,11 @@ class _DirectGathering:
     """
 
     def __init__(self, group: DirectGroup, key: MessageKey, value: Value) -> None:
-        """Begins with this member's own ``value``."""
+        """Begins with this member's own ``value``; the group receives the others in turn."""
         self._group = group
         self.key = key
         self.by_member: dict[int, Value] = {group.rank: value}
+        group.begun.append(self)
 
     @property
     def complete(self) -> bool:
@@ -400,19 +371,14 @@ class _DirectGathering:
         return [self.by_member[member] for member in range(self._group.ranks)]
 
 
-class _Exchange:
+class _Exchange(_DirectGathering):
     """An ``all_to_all`` under way; while it waits, the other of two computations may run."""
-
-    def __init__(self, gathering: Gathering) -> None:
-        """Takes the gathering of the members' parts."""
-        self._gathering = gathering
-        self.arrived = gathering.arrived
 
     def values(self) -> list[Value]:
         """Lets the other computation run, then waits for the parts of all members."""
         turns.hand_over()
         since = time.perf_counter()
-        values = self._gathering.values()
+        values = super().values()
         turns.here.waited += time.perf_counter() - since
         return values
 

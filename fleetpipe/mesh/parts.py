@@ -266,7 +266,7 @@ def whole_name(name: str, tensor: Tensor) -> str:
     return name if part is None else part.whole_name(name)
 
 
-def parted(
+def split_into_parts(
     state: Mapping[str, Any], tensors: Mapping[str, Tensor], mp_position: ShardPosition
 ) -> dict[str, Any]:
     """Returns a state in which full tensors are replaced by the parts that a process holds.
@@ -308,7 +308,7 @@ class JoinedParts(Generic[Name]):
         several = {name: of_name for name, of_name in parts.items() if len(of_name) > 1}
         self._parts = [(self.tensors[name], of_name) for name, of_name in several.items()]
 
-    def hand_out(self) -> None:
+    def copy_to_parts(self) -> None:
         """Copies the values of the joined tensors into their parts."""
         for whole, parts in self._parts:
             for part in parts:

@@ -90,8 +90,8 @@ class _Side:
         if self._errors:
             raise _Abandoned
 
-    def stretch(self, begin: float, end: float) -> tuple[float, float]:
-        """Returns an operation's begin and end without the other's turns; see :func:`stretch`."""
+    def without_other_turns(self, begin: float, end: float) -> tuple[float, float]:
+        """Returns an operation's begin and end as if the other computation had had no turns."""
         length = end - begin - self.away
         return (end - length, end) if self.other.ended else (self._begun, self._begun + length)
 
@@ -132,7 +132,7 @@ def hand_over() -> None:
         here.side.hand_over()
 
 
-def stretch(begin: float, end: float) -> tuple[float, float]:
+def without_other_turns(begin: float, end: float) -> tuple[float, float]:
     """Returns an operation's begin and end as if the two computations ran one after the other.
 
     Args:
@@ -143,7 +143,7 @@ def stretch(begin: float, end: float) -> tuple[float, float]:
         Begin and end without the other computation's turns.
     """
     side = here.side
-    return (begin, end) if side is None or not side.away else side.stretch(begin, end)
+    return (begin, end) if side is None or not side.away else side.without_other_turns(begin, end)
 
 
 class Turns:

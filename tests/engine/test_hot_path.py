@@ -85,15 +85,6 @@ def test_another_shape_is_announced_once_for_each_channel() -> None:
     assert {rank: after[rank][1] - before[rank][1] for rank in after} == {0: 1, 1: 1}
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_what_is_held_is_what_was_planned(schedule: str) -> None:
-    with mlp_and_sgd(3, micro_batches=6, schedule=schedule) as (model, optimizer):
-        planned = dict(enumerate(model.schedule.simulate().peak_activations))
-        for seed in range(3):
-            model.train_batch(batch(6, seed), optimizer)
-            assert model.peak_held == planned
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_nothing_is_compiled_or_announced_after_the_first_step(
     monkeypatch: pytest.MonkeyPatch, training: bool
@@ -134,18 +125,6 @@ def test_every_step_makes_the_same_calls_as_the_one_before() -> None:
         assert own_calls(step) == second
         assert second["memory.py:send"] == second["bridge.py:take_apart"] == 8
         assert second["engine.py:_compute"] == 16
-
-
-def test_the_calls_of_a_step_grow_with_the_micro_batches_and_no_faster() -> None:
-    totals = []
-    # From eight on the rows of as many are looked at.
-    for micro_batches in (8, 16, 32):
-        with mlp_and_sgd(2, micro_batches=micro_batches) as (model, optimizer):
-            data = batch(micro_batches)
-            model.train_batch(data, optimizer)
-            calls = own_calls(lambda m=model, o=optimizer, d=data: m.train_batch(d, o))
-            totals.append(sum(calls.values()))
-    assert totals[2] - totals[1] == 2 * (totals[1] - totals[0])
 
 
 def frames_below(function: str) -> list[str]:

@@ -197,12 +197,6 @@ def test_without_matplotlib_a_trace_is_written_and_the_job_ends_well(
     assert told.count("trace of 1 of 1 steps") == 2
 
 
-def test_nothing_is_recorded_without_being_asked() -> None:
-    with model_in_job(2) as model:
-        model.train_batch(batch(), sgd(model))
-        assert model.trace is None
-
-
 def test_fleets_switch_for_profiling_records_too(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     strategy = fleet.DistributedStrategy()

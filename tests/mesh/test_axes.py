@@ -147,17 +147,9 @@ def test_experts_are_spread_over_all_ranks_of_a_stage() -> None:
         assert degrees.configs()["sharding_degree"] == 4
 
 
-@pytest.mark.parametrize("option", ["split_param", "tensor_fusion", "comm_overlap"])
-def test_sharding_of_pieces_is_refused(option: str) -> None:
+def test_sharding_of_parameters_and_of_pieces_is_refused() -> None:
     strategy = fleet.DistributedStrategy()
     assert sharding_stage(strategy) == 1
-    setattr(strategy.hybrid_configs["sharding_configs"], option, True)
-    with pytest.raises(ConfigError, match=f"{option} = True(.|\n)*these options pieces"):
-        sharding_stage(strategy)
-
-
-def test_stage_3_of_sharding_is_refused() -> None:
-    strategy = fleet.DistributedStrategy()
     strategy.sharding = True
     for stage in (1, 2):
         strategy.sharding_configs = {"stage": stage}
@@ -165,33 +157,29 @@ def test_stage_3_of_sharding_is_refused() -> None:
     strategy.sharding_configs = {"stage": 3}
     with pytest.raises(ConfigError, match=r"\['stage'\] = 3(.|\n)*raise pp_degree or mp_degree"):
         sharding_stage(strategy)
+    strategy.sharding_configs = {"stage": 1}
+    configs = strategy.hybrid_configs["sharding_configs"]
+    for option in ("split_param", "tensor_fusion", "comm_overlap"):
+        setattr(configs, option, True)
+        with pytest.raises(ConfigError, match=f"{option} = True(.|\n)*these options pieces"):
+            sharding_stage(strategy)
+        setattr(configs, option, False)
 
 
-class Topology:
-    """Paddle's topology of one rank, without the groups that it would make."""
+def topology_of(mesh: Mesh, rank: int) -> Any:
+    """Fleet's topology of one rank, without the groups that it would make."""
 
-    def __init__(self, degrees: Degrees, order: list[str], rank: int) -> None:
-        self._topo = CommunicateTopology(
-            [NAMES[axis] for axis in order], [getattr(degrees, axis) for axis in order]
-        )
-        self.global_rank, self.nranks = rank, self._topo.world_size()
-        self.place = self._topo.get_coord(rank)
+    def group(axis: str) -> Any:
+        return lambda: SimpleNamespace(ranks=mesh.along(mesh.coordinate(rank), [axis]))
 
-    def get_global_rank(self) -> int:
-        return self.global_rank
-
-    def _along(self, axis: str) -> Any:
-        lists = self._topo.get_comm_list(axis)
-        return SimpleNamespace(ranks=next(ranks for ranks in lists if self.global_rank in ranks))
-
-    def get_model_parallel_group(self) -> Any:
-        return self._along("model")
-
-    def get_sharding_parallel_group(self) -> Any:
-        return self._along("sharding")
-
-    def get_data_parallel_group(self) -> Any:
-        return self._along("data")
+    return SimpleNamespace(
+        global_rank=rank,
+        nranks=mesh.degrees.size,
+        get_global_rank=lambda: rank,
+        get_model_parallel_group=group("mp"),
+        get_sharding_parallel_group=group("sharding"),
+        get_data_parallel_group=group("dp"),
+    )
 
 
 @st.composite
@@ -244,13 +232,10 @@ def test_a_coordinate_has_the_axes_of_the_degrees() -> None:
 
 
 def test_one_of_many_leads() -> None:
-    assert Coordinate().leads()
-    assert Coordinate(pp=3).leads("pp")
-    assert not Coordinate(pp=3, mp=1).leads("pp")
-    assert not Coordinate(sep=1).leads("pp", "mp")
     mesh = Mesh(Degrees(dp=2, pp=2, sharding=2, mp=2))
     leading = [rank for rank in range(16) if mesh.coordinate(rank).leads("pp", "mp")]
     assert leading == [rank for rank in range(16) if mesh.replica(mesh.coordinate(rank)) == 0]
+    assert not Coordinate(sep=1).leads("pp", "mp")
 
 
 @pytest.mark.parametrize(
@@ -268,7 +253,8 @@ def test_groups_have_the_right_ranks_in_every_order(order: list[str]) -> None:
     named: dict[str, dict[tuple[int, ...], list[int]]] = {}
     replicas: dict[int, list[Any]] = {}
     for rank in range(16):
-        topology = Topology(degrees, order, rank)
+        mesh = Mesh.in_order(degrees, order)
+        topology, place = topology_of(mesh, rank), mesh.coordinate(rank)
         connections: Any = SimpleNamespace(
             rank=rank, ranks=16, posts=False, queues=lambda: (0, 0), flights=dict
         )
@@ -277,7 +263,7 @@ def test_groups_have_the_right_ranks_in_every_order(order: list[str]) -> None:
             store=store,
             connections=connections,
             fused_copies="fused",
-            mesh=Mesh.in_order(degrees, order),
+            mesh=mesh,
         )
         for group in (
             job.group,
@@ -295,23 +281,23 @@ def test_groups_have_the_right_ranks_in_every_order(order: list[str]) -> None:
             members = named.setdefault(group.__name__, {})
             members.setdefault(made.transport.members, []).append(rank)
         (view,) = job.connect().values()
-        assert (view.rank, view.ranks) == (topology.place.pipe, 2)
+        assert (view.rank, view.ranks) == (place.pp, 2)
         found: Any = job.replicas()
         assert found.paddle_group == "fused"
-        replicas.setdefault(job.replica, []).append(topology.place)
-        places = [topology._topo.get_coord(member) for member in found.transport.members]
-        assert [(p.data, p.sharding) for p in places] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-        assert {(p.pipe, p.model) for p in places} == {(topology.place.pipe, topology.place.model)}
+        replicas.setdefault(job.replica, []).append(place)
+        places = [mesh.coordinate(member) for member in found.transport.members]
+        assert [(p.dp, p.sharding) for p in places] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+        assert {(p.pp, p.mp) for p in places} == {(place.pp, place.mp)}
     for groups in named.values():
         # Everyone who is named names the same.
         assert all(sorted(members) == ranks for members, ranks in groups.items())
     assert [*map(len, named.values())] == [8, 4, 4, 8, 8, 1]
     for number, found in replicas.items():
-        assert {(2 * place.data + place.sharding) for place in found} == {number}
+        assert {(2 * place.dp + place.sharding) for place in found} == {number}
 
 
 def test_a_process_alone_is_every_group() -> None:
-    topology = Topology(Degrees(), list(NAMES), 0)
+    topology = topology_of(Mesh(Degrees()), 0)
     job = Job(Degrees(pp=3), topology, 10.0)
     for group in (job.copies(), job.model_parallel(), job.sharding(), job.everyone()):
         assert isinstance(group, SoleGroup)
@@ -379,7 +365,7 @@ def test_a_parameter_says_which_part_it_is(
     assert held.described.shape == ((2, 3) if cut is None else cut.whole((2, 3)))
     whole = np.arange(np.prod(held.described.shape)).reshape(held.described.shape)
     name = parts.whole_name("4.weight", tensor)
-    found = parts.parted({name: whole, "more": 1}, {"4.weight": tensor}, lambda: (1, 3))
+    found = parts.split_into_parts({name: whole, "more": 1}, {"4.weight": tensor}, lambda: (1, 3))
     assert found.keys() == {"4.weight", "more"}
     assert found["4.weight"].shape == (2, 3)
     assert np.array_equal(found["4.weight"], whole if cut is None else cut.taken_from(whole))
@@ -393,7 +379,7 @@ def test_parts_of_one_process_are_filled_as_one() -> None:
     values = paddle.arange(18, dtype="float32").reshape([6, 3])
     target: Any = joined.tensors["weight"].tensor
     target.set_value(values)
-    joined.hand_out()
+    joined.copy_to_parts()
     assert np.array_equal(np.concatenate([half.numpy() for half in halves]), values.numpy())
 
 

@@ -101,7 +101,7 @@ class SavedPart:
 
     def settle(self) -> None:
         """Hands the filled tensors of :meth:`wanted` to the objects that use them."""
-        self._joined.hand_out()
+        self._joined.copy_to_parts()
 
     def abandon(self) -> None:
         """Frees what :meth:`wanted` has allocated, if its tensors were not filled."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fleetpipe.aliases import Context, DType, Layer, Nest, Tensor
+from fleetpipe.aliases import Context, DType, Layer, Tensor
 from fleetpipe.compare.differences import same_bits
 from fleetpipe.dygraph.backward import recompute
 from fleetpipe.dygraph.backward.added_gradients import Sums, count_own_hook, is_watched
@@ -54,11 +54,6 @@ plain_linear: Callable[..., Tensor] = paddle.nn.functional.linear
 DTYPES: dict[DType, Any] = {paddle.float32: np.float32, paddle.float64: np.float64}
 
 plain_embedding_forward: Callable[[Layer, Tensor], Tensor] = paddle.nn.Embedding.forward
-
-
-def may_be_faster(layer: Layer) -> bool:
-    """Returns whether the product may be faster in a Linear, for some number of rows."""
-    return layer.bias is not None and layer.weight.shape[1] >= _LEAST_COLUMNS
 
 
 def fast_linear_forward(layer: Layer, input: Tensor) -> Tensor:
@@ -237,7 +232,7 @@ class LookupTable:
     def forward(self, x: Tensor) -> Tensor:
         """Computes what ``paddle.nn.Embedding.forward`` does."""
         layer, weight = self._layer, self._layer.weight
-        if weight.stop_gradient or not paddle.is_grad_enabled() or recompute.in_piece():
+        if weight.stop_gradient or not paddle.is_grad_enabled() or recompute.is_in_piece():
             return plain_embedding_forward(layer, x)
         if not has_large_table(layer) or not x.size:
             return plain_embedding_forward(layer, x)
@@ -314,37 +309,25 @@ def _add_lookups(weight: Tensor, calls: list[tuple[Tensor, Tensor]], sums: Sums)
         sums.add([(weight, total)])
 
 
-def tables_of(layers: Iterable[Layer]) -> list[tuple[Layer, LookupTable]]:
-    """Returns the Embeddings with large tables, each with its :class:`LookupTable`."""
-    if not CAN_RUN_REDUCE_HOOKS:
-        return []
-    return [
-        (layer, LookupTable(layer))
-        for layer in layers
-        if type(layer).forward is plain_embedding_forward and has_large_table(layer)
-    ]
-
-
-#: The faster forward by the forward of a layer's class.
-_FORWARDS: dict[object, Callable[..., Nest]] = {plain_linear_forward: fast_linear_forward}
-
-
 class FastForwards:
     """The leaf layers of a stage that have a faster forward."""
 
     def __init__(self, layers: Iterable[Layer]) -> None:
-        layers = list(layers)
         #: Each layer with the forward of its class and the faster one.
-        self._forwards: list[tuple[Layer, object, Forward]] = []
+        self.forwards: list[tuple[Layer, object, Forward]] = []
+        self._tables: list[LookupTable] = []
         for layer in layers:
             plain = type(layer).forward
-            if plain in _FORWARDS and may_be_faster(layer):
-                fast = functools.partial(_FORWARDS[plain], layer)
-                self._forwards.append((layer, plain, fast))
-        tables = tables_of(layers)
-        self._tables = [table for _, table in tables]
-        for layer, table in tables:
-            self._forwards.append((layer, plain_embedding_forward, table.forward))
+            if plain is plain_linear_forward and layer.bias is not None:
+                fast = functools.partial(fast_linear_forward, layer)
+                # With fewer columns the product is faster for no number of rows.
+                if layer.weight.shape[1] >= _LEAST_COLUMNS:
+                    self.forwards.append((layer, plain, fast))
+            elif plain is plain_embedding_forward and CAN_RUN_REDUCE_HOOKS:
+                table = LookupTable(layer)
+                if has_large_table(layer):
+                    self._tables.append(table)
+                    self.forwards.append((layer, plain, table.forward))
 
     def running(self) -> AbstractContextManager[None]:
         """While it is open, the layers use the fast forward, unless a user replaced theirs."""
@@ -352,7 +335,7 @@ class FastForwards:
         return with_forwards(
             [
                 (layer, forward)
-                for layer, plain, forward in self._forwards
+                for layer, plain, forward in self.forwards
                 if type(layer).forward is plain and "forward" not in vars(layer)
             ]
         )
@@ -373,4 +356,4 @@ class FastForwards:
 def fast_forwards_of(layers: Iterable[Layer]) -> FastForwards | None:
     """Returns the leaf layers of a stage that have a faster forward; None if there are none."""
     fast = FastForwards(layers)
-    return fast if fast._forwards else None
+    return fast if fast.forwards else None

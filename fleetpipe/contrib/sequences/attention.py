@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from fleetpipe.aliases import Context, Tensor
 from fleetpipe.contrib.sequences.parts import SequenceRanks, sequence_ranks
 from fleetpipe.contrib.sequences.ring import mask_untrained, ring_attention
-from fleetpipe.dygraph.tensor_parallel.operations import noting
+from fleetpipe.dygraph.tensor_parallel.operations import recording_errors
 from fleetpipe.errors import ConfigError
 from fleetpipe.mesh import groups
 from fleetpipe.mesh.groups import Group
@@ -112,7 +112,7 @@ class _Exchange(paddle.autograd.PyLayer):
         return _exchange_axes(group, split_axis, tensors)
 
     @staticmethod
-    @noting
+    @recording_errors
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, ...]:
         grads = _exchange_axes(ctx.group, _POSITIONS + _HEADS - ctx.split_axis, grads)
         return mask_untrained(grads, ctx.trained)

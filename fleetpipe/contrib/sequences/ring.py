@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from fleetpipe.aliases import Context, Tensor
 from fleetpipe.contrib.sequences.parts import SequenceRanks
-from fleetpipe.dygraph.tensor_parallel.operations import noting
+from fleetpipe.dygraph.tensor_parallel.operations import recording_errors
 from fleetpipe.paddle_api import paddle
 
 #: The queries, and the keys, of a tile.
@@ -301,7 +301,7 @@ class _RingAttention(paddle.autograd.PyLayer):
         return _by_position(output)
 
     @staticmethod
-    @noting
+    @recording_errors
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, ...]:
         queries, keys, output, log_total = ctx.saved_tensor()
         ring: Ring = ctx.ring

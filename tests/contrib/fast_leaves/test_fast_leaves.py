@@ -77,23 +77,51 @@ def taken(shapes: list[tuple[int, ...]], shape: tuple[int, ...] = (128, 24)) -> 
     return shapes.count(shape)
 
 
+def has_the_same_bits(
+    use: Callable[[Any], list[Any]], make: Callable[[], Any] = lambda: nn.Linear(24, 128)
+) -> list[bytes | None]:
+    """What ``use(layer)`` and a layer's gradients are, as plain and as fast leaf in bits.
+
+    ``use`` runs within the forward of a stage, and then ends with what it yields.
+    """
+    results = []
+    for layer, way in zip(two(make), (False, True)):
+        uses = use(layer)
+        with running(layer, way):
+            next(uses)
+        found = [None if tensor is None else tensor.numpy().tobytes() for tensor in next(uses)]
+        results.append([*found, *grads_of(layer)])
+    assert results[0] == results[1]
+    return results[1]
+
+
+def scored(*shape: int) -> Callable[[Any], Any]:
+    """Uses a layer once, on an input of a shape that needs a gradient."""
+
+    def use(layer: Any) -> Any:
+        x = numbers(*shape)
+        yield (output := layer(input=x))
+        score(output).backward()
+        yield [x.grad, output]
+
+    return use
+
+
 @pytest.mark.parametrize(("shape", "outputs"), SIZES)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_every_micro_batch_has_the_bits_of_autograd(
     shape: tuple[int, ...], outputs: int, dtype: str, fast: list[tuple[int, ...]]
 ) -> None:
-    plain, other = two(lambda: nn.Linear(shape[-1], outputs).to(dtype=dtype))
-    results = []
-    for layer, way in ((plain, False), (other, True)):
+    def use(layer: Any) -> Any:
         inputs = [numbers(*shape, seed=k).astype(dtype).detach() for k in range(3)]
         for x in inputs:
             x.stop_gradient = False
-            with running(layer, way):
-                output = layer(x)
+        yield (outputs := [layer(input=x) for x in inputs])
+        for output in outputs:
             score(output.astype("float32")).backward()
-        results.append([x.grad.numpy().tobytes() for x in inputs] + [output.numpy().tobytes()])
-    assert results[0] == results[1]
-    assert grads_of(plain) == grads_of(other)
+        yield [*(x.grad for x in inputs), *outputs]
+
+    has_the_same_bits(use, lambda: nn.Linear(shape[-1], outputs).to(dtype=dtype))
     # One sum alone is a product of vectors, which adds in another order.
     assert (shape in fast) == (outputs > 1)
 
@@ -131,15 +159,10 @@ def test_a_difference_in_one_bit_is_seen() -> None:
 
 
 def test_other_bits_are_not_used(monkeypatch: Patch, fast: list[tuple[int, ...]]) -> None:
-    plain, other = two()
     monkeypatch.setattr(
         leaves, "_ones", lambda rows, dtype: paddle.full([1, rows], 1 + 2**-23, dtype)
     )
-    x = numbers(128, 24)
-    with running(other):
-        score(other(x)).backward()
-    score(plain(x)).backward()
-    assert grads_of(plain) == grads_of(other)
+    has_the_same_bits(scored(128, 24))
 
 
 @pytest.mark.once
@@ -152,54 +175,43 @@ def test_operations_are_looked_up_when_they_are_called(monkeypatch: Patch) -> No
 
 @pytest.mark.parametrize("frozen", ["weight", "bias", "input"])
 def test_what_is_frozen_gets_no_gradient(frozen: str) -> None:
-    plain, other = two()
-    results = []
-    for layer, way in ((plain, False), (other, True)):
+    def use(layer: Any) -> Any:
         x = numbers(128, 24)
         (x if frozen == "input" else getattr(layer, frozen)).stop_gradient = True
-        with running(layer, way):
-            score(layer(x)).backward()
-        results.append([*grads_of(layer), None if x.grad is None else x.grad.numpy().tobytes()])
-    assert results[0] == results[1]
-    assert None in results[0]
+        yield (output := layer(x))
+        score(output).backward()
+        yield [x.grad]
+
+    assert None in has_the_same_bits(use)
 
 
 def test_hooks_are_heeded(fast: list[tuple[int, ...]]) -> None:
-    plain, other = two()
-    seen: list[list[bytes]] = [[], []]
-    for layer, way, notes in ((plain, False, seen[0]), (other, True, seen[1])):
-
-        def hook(grad: Any, notes: list[bytes] = notes) -> Any:
-            notes.append(grad.numpy().tobytes())
-            return grad * 2
-
+    def use(layer: Any) -> Any:
+        seen: list[Any] = []
         x = numbers(128, 24)
-        with running(layer, way):
-            output = layer(x)
+        yield (output := layer(x))
         for tensor in (x, output, *layer.parameters()):
-            tensor.register_hook(hook)
+            tensor.register_hook(lambda grad: [seen.append(grad.clone()), grad * 2][1])
         score(output).backward()
-        notes.append(x.grad.numpy().tobytes())
+        assert len(seen) == 4
+        yield [x.grad, *sorted(seen, key=lambda grad: str(grad.shape))]
+
+    has_the_same_bits(use)
     assert taken(fast) > 0
-    assert len(seen[0]) == 5
-    assert sorted(seen[0]) == sorted(seen[1])
-    assert grads_of(plain) == grads_of(other)
 
 
 def test_gradients_of_some_tensors_and_of_gradients(fast: list[tuple[int, ...]]) -> None:
-    plain, other = two()
-    results = []
-    for layer, way in ((plain, False), (other, True)):
+    def use(layer: Any) -> Any:
         x = numbers(128, 24)
-        with running(layer, way):
-            output = paddle.tanh(layer(x))
-            (slope,) = paddle.grad(score(output), [x], create_graph=True)
-            (alone,) = paddle.grad(score(output), [layer.bias], retain_graph=True)
+        output = paddle.tanh(layer(x))
+        (slope,) = paddle.grad(score(output), [x], create_graph=True)
+        (alone,) = paddle.grad(score(output), [layer.bias], retain_graph=True)
         assert layer.bias.grad is None
+        yield
         score(slope).backward()
-        results.append([grad.numpy().tobytes() for grad in (slope, alone, x.grad)])
-    assert results[0] == results[1]
-    assert grads_of(plain) == grads_of(other)
+        yield [slope, alone, x.grad]
+
+    has_the_same_bits(use)
     assert taken(fast) > 0
 
 
@@ -247,15 +259,6 @@ def test_layers_are_taken_that_gain_time(
     assert ((rows, 3) in fast) == is_fast
 
 
-def test_an_input_may_be_passed_by_its_name(fast: list[tuple[int, ...]]) -> None:
-    plain, other = two()
-    with running(other):
-        score(other(input=numbers(128, 24))).backward()
-    score(plain(input=numbers(128, 24))).backward()
-    assert grads_of(plain) == grads_of(other)
-    assert taken(fast) > 0
-
-
 @pytest.mark.parametrize("shape", [[1], [1, 128], [128, 128]])
 def test_a_bias_of_another_shape_stays_with_autograd(shape: list[int]) -> None:
     def make() -> Any:
@@ -263,22 +266,12 @@ def test_a_bias_of_another_shape_stays_with_autograd(shape: list[int]) -> None:
         layer.bias = layer.create_parameter(shape, is_bias=True)
         return layer
 
-    plain, other = two(make)
-    with running(other):
-        score(other(numbers(128, 24))).backward()
-    score(plain(numbers(128, 24))).backward()
-    assert other.bias.grad.shape == shape
-    assert grads_of(plain) == grads_of(other)
+    has_the_same_bits(scored(128, 24), make)
 
 
 def test_not_every_number_of_rows_is_tried(fast: list[tuple[int, ...]]) -> None:
-    plain, other = two(lambda: nn.Linear(2, 4096))
     for rows in range(4, 20):
-        x = numbers(rows, 2)
-        with running(other):
-            score(other(x)).backward()
-        score(plain(x)).backward()
-    assert grads_of(plain) == grads_of(other)
+        has_the_same_bits(scored(rows, 2), lambda: nn.Linear(2, 4096))
     (tried,) = leaves._results.values()
     assert set(tried) == set(range(4, 4 + leaves._MOST_ROW_COUNTS))
 

@@ -17,7 +17,7 @@ from fleetpipe import fleet, parity
 from fleetpipe.contrib.vocabulary import EmbeddingInParts, VocabularyEmbedding
 from fleetpipe.contrib.vocabulary.captured import HeadInParts
 from fleetpipe.dygraph import VocabularyHead, VocabularyLoss
-from fleetpipe.dygraph.optimizer.replicas import owners
+from fleetpipe.dygraph.optimizer.replicas import assign_owners
 from fleetpipe.dygraph.state import files
 from fleetpipe.dygraph.state.files import LayerInParts
 from fleetpipe.errors import CaptureError, ConfigError
@@ -219,7 +219,7 @@ def test_a_rank_reads_its_part_of_a_head_and_never_the_whole(tmp_path: Path) -> 
 
 def test_parts_of_an_embedding_have_one_owner_so_that_a_checkpoint_can_join_their_states() -> None:
     embedding = EmbeddingInParts(4, VocabularyEmbedding("key", 4, 6).parts(3))
-    found = owners([*embedding.parameters(), *Layers(SHAPES).parameters()], 2)
+    found = assign_owners([*embedding.parameters(), *Layers(SHAPES).parameters()], 2)
     assert len({found[id(part)] for part in embedding.parameters()}) == 1
     assert {*found.values()} == {0, 1}
 

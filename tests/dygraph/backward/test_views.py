@@ -9,12 +9,11 @@ import paddle
 import pytest
 from paddle import nn
 
-from fleetpipe import fleet
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests.dygraph.models import WIDTH
 from tests.dygraph.random_models import VIEWS, viewing_batch, viewing_list
-from tests.dygraph.train.test_random_lists import gradients
-from tests.pipelines import CLASSES, accumulate, bits, job, pipeline, train
+from tests.dygraph.train.test_random_lists import train_beside_a_loop
+from tests.pipelines import CLASSES, job, pipeline, train
 
 #: ``python -m tests.dygraph.backward.test_views FIRST LAST`` tries others.
 NUMBERS = range(24)
@@ -29,30 +28,12 @@ def require_same(number: int) -> None:
     chunks = 2 if schedule in ("ZBV", "Interleaved1F1B") else 1
     with job(ranks, micro_batches, schedule):
         paddle.seed(number)
-        model = pipeline(
-            viewing_list(number),
-            num_virtual_pipeline_stages=chunks,
-            recompute_interval=interval,
-            recompute_ctx={},
+        more = {"num_virtual_pipeline_stages": chunks, "recompute_interval": interval}
+        train_beside_a_loop(
+            pipeline(viewing_list(number), recompute_ctx={}, **more),
+            lambda step: viewing_batch(10 * number + step, micro_batches),
+            micro_batches,
         )
-        plain = model.layers.single_model()
-        model.layers.copy_to(plain)
-        plain.train()
-        ours = fleet.distributed_optimizer(paddle.optimizer.SGD(0.1, parameters=model.parameters()))
-        theirs = paddle.optimizer.SGD(0.1, parameters=plain.parameters())
-        for step in range(2):
-            inputs, labels = viewing_batch(10 * number + step, micro_batches)
-            loss = model.forward_backward_pipeline([inputs, labels])
-            parts = zip(*(part.split(micro_batches) for part in (inputs, labels)))
-            entropy = nn.CrossEntropyLoss()
-            total = accumulate(entropy(plain(x), y) / micro_batches for x, y in parts)
-            where = (number, step)
-            assert loss.numpy().tobytes() == total.numpy().tobytes(), where
-            assert gradients(model.layers) == gradients(plain), where
-            for optimizer in (ours, theirs):
-                optimizer.step()
-                optimizer.clear_grad()
-            assert bits(model.layers.state_dict()) == bits(plain.state_dict()), where
 
 
 @pytest.mark.once_for("2", "3")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +32,7 @@ from fleetpipe.dygraph.tensor_parallel import (
 from fleetpipe.errors import CheckpointError, ConfigError, StateError, UsageError
 from fleetpipe.mesh.parts import local_tensor_of
 from tests.fixtures import Patch
-from tests.groups import MEMBERS, NAMES, Twins, on_all, on_members, thread_members, threads
+from tests.groups import MEMBERS, NAMES, Twins, on_all, thread_members
 from tests.pipelines import job, pipeline
 
 #: Of random streams.
@@ -233,14 +232,6 @@ def test_dropout_of_whole_tensors_and_in_evaluation_is_paddles() -> None:
         assert np.array_equal(ours.numpy(), plain.numpy())
 
 
-def test_a_slice_knows_the_shape_of_the_whole(twins: Twins) -> None:
-    layer = ColumnParallelLinear(6, 8, has_bias=True, mp_group=MEMBERS[0])
-    assert tensor_parallel.whole_shape(layer.weight, MEMBERS[0]) == (6, 8)
-    assert tensor_parallel.whole_shape(layer.bias, MEMBERS[0]) == (8,)
-    row = RowParallelLinear(6, 8, mp_group=MEMBERS[0])
-    assert tensor_parallel.whole_shape(row.bias, MEMBERS[0]) == (8,)
-
-
 def test_a_group_of_this_rank_alone_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Paddle makes them in a job of several ranks: nobody is in such a group, it says."""
     monkeypatch.setenv("PADDLE_TRAINER_ID", "3")
@@ -274,19 +265,6 @@ def test_a_clip_by_norm_takes_the_norm_of_the_whole_gradient(
 
 
 Column, Row = sequence.ColumnSequenceParallelLinear, sequence.RowSequenceParallelLinear
-#: A group of Paddle's for each thread: those of a process are told apart by their numbers.
-OWN = [Group(rank, 90 + rank, [0, 1]) for rank in range(2)]
-
-
-@pytest.fixture
-def members() -> Iterator[list[Any]]:
-    """Paddle's groups of two members, connected."""
-    with threads(2) as connections:
-        for group, connection in zip(OWN, connections):
-            groups.connect(group, connection)
-        yield OWN
-        for group in OWN:
-            groups.disconnect(group)
 
 
 def trained(run: Any, inputs: Any, weights: Any) -> tuple[Any, Any]:
@@ -298,63 +276,7 @@ def trained(run: Any, inputs: Any, weights: Any) -> tuple[Any, Any]:
     return output.numpy(), inputs.grad.numpy()
 
 
-def test_operations_are_each_others_gradients(members: list[Any]) -> None:
-    whole, weights = paddle.rand([6, 3]), paddle.rand([6, 3])
-    halves, of_weights = whole.split(2), weights.split(2)
-
-    def results(group: Any) -> list[tuple[Any, Any]]:
-        own = group.rank
-        scaled = weights * (own + 1)
-        return [
-            trained(lambda x: operations.split(x, group, 0), whole, of_weights[own]),
-            trained(lambda x: operations.gather(x, group, 0), halves[own], weights),
-            trained(lambda x: operations.gather_parts(x, group), halves[own], scaled),
-            trained(lambda x: operations.reduce_scatter(x, group), whole, of_weights[own]),
-        ]
-
-    for own, found in enumerate(on_members(members, results)):
-        expected = [
-            (halves[own], weights),
-            (whole, of_weights[own]),
-            (whole, of_weights[own] * 3),
-            (halves[own] * 2, weights),
-        ]
-        for pair, other in zip(found, expected):
-            assert all(np.allclose(one, two.numpy()) for one, two in zip(pair, other))
-
-
-def test_layers_on_parts_are_the_dense_ones(members: list[Any]) -> None:
-    inputs, weights = paddle.rand([6, 2, 4]), paddle.rand([6, 2, 4])
-    paddle.seed(3)
-    dense = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
-    dense[1].bias.set_value(paddle.rand([4]))
-    expected = trained(dense, inputs, weights)
-    layers = []
-    for group in members:
-        paddle.seed(3)
-        column = Column(4, 8, has_bias=True, gather_output=False, mp_group=group)
-        row = Row(8, 4, input_is_parallel=True, mp_group=group)
-        row.bias.set_value(dense[1].bias)
-        layers.append(nn.Sequential(column, row))
-
-    def results(group: Any) -> Any:
-        own = layers[group.rank]
-        return trained(own, inputs.split(2)[group.rank], weights.split(2)[group.rank])
-
-    parts = zip(*on_members(members, results))
-    for found, whole in zip(parts, expected):
-        assert np.allclose(np.concatenate(found), whole, atol=1e-6)
-    for name, axis in (("0.weight", 1), ("0.bias", 0), ("1.weight", 0)):
-        grads = [dict(own.named_parameters())[name].grad.numpy() for own in layers]
-        whole = dict(dense.named_parameters())[name].grad.numpy()
-        assert np.allclose(np.concatenate(grads, axis), whole, atol=1e-5)
-    biases = [own[1].bias for own in layers]
-    assert [tensor_parallel.marked(own.parameters()) for own in layers] == [[b] for b in biases]
-    assert np.allclose(sum(b.grad.numpy() for b in biases), dense[1].bias.grad.numpy(), atol=1e-5)
-    assert tensor_parallel.marked(copy.deepcopy(layers[0]).parameters())
-
-
-def test_hooks_add_up_in_every_last_backward(members: list[Any], monkeypatch: Patch) -> None:
+def test_hooks_add_up_in_every_last_backward(monkeypatch: Patch) -> None:
     model = nn.LayerNorm(4)
     sequence.mark_as_sequence_parallel_parameter(model.weight)
     topology = SimpleNamespace(get_model_parallel_group=lambda: MEMBERS[0])
@@ -382,13 +304,13 @@ class Doubling:
             tensor.set_value(tensor * 2)
 
 
-def test_what_cannot_be_is_refused(members: list[Any]) -> None:
+def test_what_cannot_be_is_refused(twins: Twins) -> None:
     with pytest.raises(ConfigError, match="gather_output=False"):
         Column(4, 8)
     with pytest.raises(ConfigError, match="input_is_parallel=True"):
         Row(8, 4)
     with pytest.raises(UsageError, match=r"(?s)axis 0 \(=5\).*pad the axis to 6"):
-        operations.reduce_scatter(paddle.zeros([5, 2]), members[0])
+        operations.reduce_scatter(paddle.zeros([5, 2]), MEMBERS[0])
 
 
 def test_the_names_are_fleets() -> None:

@@ -23,8 +23,8 @@ from fleetpipe.dygraph.tensor_parallel import (
     VocabParallelEmbedding,
     groups,
     operations,
-    split_axis,
 )
+from fleetpipe.dygraph.tensor_parallel.sequence import mark_as_sequence_parallel_parameter
 from fleetpipe.errors import ConfigError, PeerFailed, StateError, UsageError
 from fleetpipe.paddle_api import device
 from tests.groups import MEMBERS, NAMES, Twins
@@ -193,17 +193,11 @@ def test_the_random_state_tracker_works_on_cpu() -> None:
     assert np.array_equal(outside, paddle.rand([3]).numpy())
 
 
-def test_alone_builds_whole_layers() -> None:
-    dense, _ = drawn(nn.Linear, 6, 8)
-    with tensor_parallel.alone():
-        whole, _ = drawn(ColumnParallelLinear, 6, 8, mp_group=MEMBERS[1])
-    assert np.array_equal(whole.weight.numpy(), dense.weight.numpy())
-    assert ColumnParallelLinear(6, 8, mp_group=MEMBERS[1]).is_mp
-
-
 def test_a_copy_shares_the_group_and_keeps_the_marks() -> None:
     layer = ColumnParallelLinear(6, 8, has_bias=True, mp_group=MEMBERS[1])
+    mark_as_sequence_parallel_parameter(layer.bias)
     other = copy.deepcopy(layer)
+    assert tensor_parallel.marked(other.parameters()) == [other.bias]
     assert other.model_parallel_group is layer.model_parallel_group
     assert (other.weight.is_distributed, other.weight.split_axis, other.bias.split_axis) == (
         True,
@@ -355,15 +349,3 @@ def test_an_error_in_backward_keeps_its_type() -> None:
         output.backward()
     with pytest.raises(ValueError, match="other"), tensor_parallel.own_errors():
         raise ValueError("other")
-
-
-@pytest.mark.parametrize("cut", [lambda weight: weight, split_axis])
-def test_whole_and_own_values_are_inverse(cut: Callable[[Any], Any], twins: Twins) -> None:
-    layer = ColumnParallelLinear(6, 8, mp_group=MEMBERS[0])
-    whole = tensor_parallel.whole_value(layer.weight, cut(layer.weight), MEMBERS[0])
-    assert whole.shape == [6, 8]
-    own = tensor_parallel.own_value(whole, cut(layer.weight), MEMBERS[0])
-    assert np.array_equal(own.numpy(), layer.weight.numpy())
-    bias = RowParallelLinear(6, 8, mp_group=MEMBERS[0]).bias
-    assert tensor_parallel.whole_value(bias, cut(bias), MEMBERS[0]).shape == [8]
-    assert twins.gathered == 1

@@ -11,8 +11,8 @@ from paddle import nn
 
 from fleetpipe.errors import BoundaryError, ConfigError
 from tests.dygraph.models import Called, Leaf
-from tests.dygraph.train.test_random_lists import gradients
-from tests.pipelines import CLASSES, FEATURES, ROWS, batch, bits, job, pipeline, sgd
+from tests.dygraph.train.test_random_lists import train_beside_a_loop
+from tests.pipelines import CLASSES, FEATURES, batch, job, pipeline
 
 
 def leaf(call: Callable[..., Any]) -> Leaf:
@@ -173,25 +173,7 @@ def require_bits(
     with job(2, 3, schedule):
         paddle.seed(5)
         model = pipeline(make(), loss_fn=loss_fn)
-        plain = nn.Sequential(*make())
-        plain.set_state_dict(model.layers.state_dict())
-        ours = sgd(model)
-        theirs = paddle.optimizer.SGD(0.1, parameters=plain.parameters())
-        for step in range(2):
-            inputs, labels = batch(3, seed=step)
-            loss = model.forward_backward_pipeline([inputs, labels])
-            total = paddle.zeros([])
-            for k in range(3):
-                rows = slice(k * ROWS, (k + 1) * ROWS)
-                share = loss_fn(plain(inputs[rows]), labels[rows]) / 3
-                share.backward()
-                total = total + share.detach()
-            assert loss.numpy().tobytes() == total.numpy().tobytes()
-            assert gradients(model.layers) == gradients(plain)
-            for optimizer in (ours, theirs):
-                optimizer.step()
-                optimizer.clear_grad()
-            assert bits(model.layers.state_dict()) == bits(plain.state_dict())
+        train_beside_a_loop(model, lambda step: batch(3, step), 3, loss_fn=loss_fn)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

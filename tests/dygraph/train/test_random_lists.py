@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import paddle
@@ -29,6 +30,45 @@ def optimizer_of(number: int, parameters: list[Any]) -> Any:
     return made(0.05, parameters=parameters, grad_clip=draw.choice(CLIPS))
 
 
+def train_beside_a_loop(
+    model: Any,
+    data: Callable[[int], list[Any]],
+    micro_batches: int,
+    *,
+    optimizer_of: Callable[[Any], Any] = lambda p: paddle.optimizer.SGD(0.1, parameters=p),
+    loss_fn: Callable[[Any, Any], Any] = nn.functional.cross_entropy,
+    steps: int = 2,
+    zeroes: bool = True,
+) -> None:
+    """Trains a pipeline, and its layers in a plain loop: losses, gradients and state must agree.
+
+    Args:
+        model: The pipeline.
+        data: Makes the batch of a step.
+        micro_batches: Those of a batch.
+        optimizer_of: Makes an optimizer of parameters.
+        loss_fn: The loss function.
+        steps: How many.
+        zeroes: Whether gradients are zeroed after a step, or freed.
+    """
+    plain = model.layers.single_model()
+    model.layers.copy_to(plain)
+    plain.train()
+    ours = fleet.distributed_optimizer(optimizer_of(model.parameters()))
+    theirs = optimizer_of(plain.parameters())
+    for step in range(steps):
+        inputs, labels = data(step)
+        loss = model.forward_backward_pipeline([inputs, labels])
+        parts = zip(*(part.split(micro_batches) for part in (inputs, labels)))
+        total = accumulate(loss_fn(plain(x), y) / micro_batches for x, y in parts)
+        assert loss.numpy().tobytes() == total.numpy().tobytes(), step
+        assert gradients(model.layers) == gradients(plain), step
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.clear_grad(set_to_zero=zeroes)
+        assert bits(model.layers.state_dict()) == bits(plain.state_dict()), step
+
+
 def require_same(number: int) -> None:
     """Trains a random list three steps, and the same layers in a plain loop."""
     draw = random.Random(number)
@@ -36,25 +76,14 @@ def require_same(number: int) -> None:
     interval = draw.choice([0, 0, 1, 2])
     with job(ranks, micro_batches, draw.choice(SCHEDULES), guards=number % 3):
         more = {"recompute_interval": interval, "recompute_ctx": {}} if interval else {}
-        model = pipeline(random_list(number), **more)
-        plain = model.layers.single_model()
-        model.layers.copy_to(plain)
-        plain.train()
-        ours = fleet.distributed_optimizer(optimizer_of(number, model.parameters()))
-        theirs = optimizer_of(number, plain.parameters())
-        for step in range(3):
-            inputs, labels = random_batch(10 * number + step, micro_batches * ROWS)
-            loss = model.forward_backward_pipeline([inputs, labels])
-            parts = zip(*(part.split(micro_batches) for part in (inputs, labels)))
-            entropy = nn.CrossEntropyLoss()
-            total = accumulate(entropy(plain(x), y) / micro_batches for x, y in parts)
-            where = (number, step)
-            assert loss.numpy().tobytes() == total.numpy().tobytes(), where
-            assert gradients(model.layers) == gradients(plain), where
-            for optimizer in (ours, theirs):
-                optimizer.step()
-                optimizer.clear_grad(set_to_zero=bool(number % 2))
-            assert bits(model.layers.state_dict()) == bits(plain.state_dict()), where
+        train_beside_a_loop(
+            pipeline(random_list(number), **more),
+            lambda step: random_batch(10 * number + step, micro_batches * ROWS),
+            micro_batches,
+            optimizer_of=lambda parameters: optimizer_of(number, parameters),
+            steps=3,
+            zeroes=bool(number % 2),
+        )
 
 
 def gradients(model: Any) -> dict[str, bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from typing import Any
 
 import paddle
@@ -14,7 +15,7 @@ from fleetpipe import fleet, parity
 from fleetpipe.errors import BoundaryError, ConfigError, StateError
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineDatasetPreprocessor
 from fleetpipe.schedules import names
-from tests.dygraph.models import MODELS, Model
+from tests.dygraph.models import MODELS, Called, Model
 from tests.pipelines import (
     adam,
     batch,
@@ -30,8 +31,8 @@ from tests.pipelines import (
 )
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("micro_batches", [1, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 3, 7])
+@pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("schedule", ["FThenB", "1F1B", "Eager1F1B"])
 def test_losses_and_parameters_have_the_bits_of_a_plain_loop(
     ranks: int, micro_batches: int, schedule: str
@@ -57,86 +58,57 @@ def test_the_loss_has_the_shape_and_dtype_of_the_loss_function() -> None:
         assert (loss.shape, str(loss.dtype)) == ([1], "paddle.float64")
 
 
-class Branches(nn.Layer):
-    """Returns what may cross a border: nested containers, None, numbers, integers, two uses."""
+class Made(Called):
+    """What is called with an input and the layers that functions make."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Any) -> Any:
-        y = self.linear(x)
-        return {"twice": [y, (y, None)], "the mask": x > 0, "step": 3, "constant": x.sum()}
+    def __init__(self, call: Callable[..., Any], *makes: Callable[[], Any]) -> None:
+        super().__init__(call, *(make() for make in makes))
 
 
-class Joins(nn.Layer):
-    def forward(self, value: Any) -> Any:
-        first, (second, nothing) = value["twice"]
-        assert nothing is None
-        assert value["the mask"].stop_gradient
-        return first * value["step"] + second * value["the mask"].astype("float32")
+def branch(x: Any, linear: Any) -> Any:
+    """What may cross a border: nested containers, None, numbers, integers, two uses."""
+    y = linear(x)
+    return {"twice": [y, (y, None)], "the mask": x > 0, "step": 3, "constant": x.sum()}
+
+
+def join(value: Any) -> Any:
+    first, (second, nothing) = value["twice"]
+    assert nothing is None
+    assert value["the mask"].stop_gradient
+    return first * value["step"] + second * value["the mask"].astype("float32")
 
 
 def test_nested_values_cross_and_their_gradients_return() -> None:
-    layers = [LayerDesc(Branches), LayerDesc(Joins), LayerDesc(nn.Linear, 6, 4)]
+    layers = [LayerDesc(Made, branch, lambda: nn.Linear(6, 6)), join, LayerDesc(nn.Linear, 6, 4)]
     assert train(layers, 1) == train(layers, 2) == train(layers, 3)
 
 
-class Casts(nn.Layer):
-    """Returns its value, and four times it in another dtype."""
-
-    def __init__(self, dtype: str) -> None:
-        super().__init__()
-        self.dtype = dtype
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Any) -> Any:
-        y = self.linear(x)
-        return y, (4 * y).astype(self.dtype)
-
-
-class CastsBack(nn.Layer):
-    def __init__(self, dtype: str) -> None:
-        super().__init__()
-        self.dtype = dtype
-        self.linear = nn.Linear(6, 4)
-
-    def forward(self, value: Any) -> Any:
-        plain, cast = value
-        assert str(cast.dtype) == f"paddle.{self.dtype}"
-        assert not plain.stop_gradient
-        return self.linear(plain * cast.astype("float32"))
-
-
-@pytest.mark.parametrize(
-    "dtype", ["float16", "bfloat16", "float32", "float64", "int32", "int64", "bool"]
-)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64", "int32", "bool"])
 def test_every_dtype_crosses_and_gradients_return_in_it(dtype: str) -> None:
-    layers = [LayerDesc(Casts, dtype), LayerDesc(CastsBack, dtype)]
+    def cast(x: Any, linear: Any) -> Any:
+        y = linear(x)
+        return y, (4 * y).astype(dtype)
+
+    def cast_back(value: Any, linear: Any) -> Any:
+        plain, cast = value
+        assert str(cast.dtype) == f"paddle.{dtype}"
+        assert not plain.stop_gradient
+        return linear(plain * cast.astype("float32"))
+
+    layers = [
+        LayerDesc(Made, cast, lambda: nn.Linear(6, 6)),
+        LayerDesc(Made, cast_back, lambda: nn.Linear(6, 4)),
+    ]
     assert train(layers, 1, gradients=True) == train(layers, 2, gradients=True)
-
-
-class Unused(nn.Layer):
-    def forward(self, value: Any) -> Any:
-        return value[1]
-
-
-class Pair(nn.Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(6, 4), nn.Linear(6, 4)
-
-    def forward(self, x: Any) -> Any:
-        return self.left(x), self.right(x)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBH1"])
 def test_a_received_tensor_that_nobody_uses_has_no_gradient(schedule: str) -> None:
-    with model_in_job(2, schedule=schedule, layers=[LayerDesc(Pair), LayerDesc(Unused)]) as model:
+    pair = Called(lambda x, left, right: (left(x), right(x)), nn.Linear(6, 4), nn.Linear(6, 4))
+    with model_in_job(2, schedule=schedule, layers=[pair, lambda value: value[1]]) as model:
         model.forward_backward_pipeline(batch())
-        gradients = {name: p.grad for name, p in model.layers.named_parameters()}
-        assert gradients["0.left.weight"] is None
-        assert gradients["0.right.weight"] is not None
+        gradients = [parameter.grad is None for parameter in model.layers.parameters()]
+        assert gradients == [True, True, False, False]
 
 
 class GivesParameter(nn.Layer):
@@ -295,7 +267,7 @@ def test_the_pipeline_has_the_bits_of_the_single_model(
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("micro_batches", [1, 3, 7])
+@pytest.mark.parametrize("micro_batches", [1, 7])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_any_number_of_micro_batches_will_do(schedule: str, micro_batches: int) -> None:
     check(MODELS["mlp"], 2, schedule, micro_batches)
@@ -303,20 +275,10 @@ def test_any_number_of_micro_batches_will_do(schedule: str, micro_batches: int) 
 
 @pytest.mark.once
 @pytest.mark.parametrize("schedule", ["FThenB", "1F1B", "Interleaved1F1B", "ZBH1"])
-@pytest.mark.parametrize(("ranks", "chunks"), [(1, 3), (2, 2), (2, 4), (3, 3)])
+@pytest.mark.parametrize(("ranks", "chunks"), [(1, 3), (2, 4), (3, 3)])
 def test_loops_take_any_number_of_chunks(schedule: str, ranks: int, chunks: int) -> None:
     made = check(MODELS["gpt"], ranks, schedule, num_virtual_pipeline_stages=chunks)
     assert made.placement.stages == ranks * chunks
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_all_schedules_end_with_the_same_parameters(model: str) -> None:
-    kind = MODELS[model]
-    first, *others = (
-        train(kind.layers(), 2, name, data=kind.batch, optimizer=adam, loss_fn=kind.loss)
-        for name in SCHEDULES
-    )
-    assert others == [first] * len(others)
 
 
 def by_itself(model: Any, optimizer: Any, data: Any) -> Any:
