@@ -9,7 +9,7 @@ import functools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import random_keys
@@ -18,13 +18,7 @@ from fleetpipe.dygraph.backward.added_gradients import Crossing, crossing_of
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.losses import require_nothing_kept
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
-from fleetpipe.dygraph.batch.stage_interfaces import (
-    Batch,
-    RunOf,
-    StageHooks,
-    StagesToRun,
-    StageWatch,
-)
+from fleetpipe.dygraph.batch.stage_interfaces import Batch, RunOf, StageHooks, StageWatch
 from fleetpipe.dygraph.batch.units import WHOLE, Borders, Units, UnitStates, borders_of
 from fleetpipe.dygraph.gradients import explain_backward_error
 from fleetpipe.dygraph.nest import copy_tensors, differentiable, leaf_like, map_tensors
@@ -111,7 +105,7 @@ class DygraphStage:
     @classmethod
     def of(
         cls,
-        stages: StagesToRun,
+        stages: Any,
         schedule: Schedule,
         fast_leaves: bool = True,
         run_of: RunOf | None = None,
@@ -119,7 +113,7 @@ class DygraphStage:
         """Creates the stage object for the stages of a process under a schedule.
 
         Args:
-            stages: The stages of this process.
+            stages: The stages of this process: an ``OwnedStages`` of its model.
             schedule: The schedule, which may split backwards.
             fast_leaves: Whether layers may have faster forwards, with the same bits, where a
                 backward is not split (the option ``fast_leaves``).

@@ -19,7 +19,13 @@ from typing import Any
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import gradients
-from fleetpipe.dygraph.function_code import codes_in, closure_values, is_of_library, names_in, variables_of
+from fleetpipe.dygraph.function_code import (
+    closure_values,
+    codes_in,
+    is_of_library,
+    names_in,
+    variables_of,
+)
 from fleetpipe.dygraph.nest import needs_gradient, outline
 from fleetpipe.errors import BoundaryError, ConfigError, FleetPipeError, reason
 from fleetpipe.mesh.sums import tree

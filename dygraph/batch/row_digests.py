@@ -73,87 +73,23 @@ def require_one_batch(here: RowDigests, first: RowDigests) -> None:
         )
 
 
-class RowComparison:
-    """Compares the rows on the ranks of a replica, batch by batch.
+def require_different_parts(job: Job, inputs: int | None) -> None:
+    """Refuses equal inputs on ranks that split sequences. Collective over sep and cp.
 
-    Attributes:
-        owns: Whether this process owns the first stage, and whether it owns the last one.
-        source: The rank of the pipeline that owns the first stage.
+    Args:
+        job: The job.
+        inputs: The digest of this rank's inputs.
     """
-
-    def __init__(self, job: Job, owns: tuple[bool, bool], source: int) -> None:
-        """Stores the attributes; nothing is compared yet."""
-        self._job, self.owns, self.source = job, owns, source
-        # A process that replaces a failed one begins after the first comparison of the others.
-        self._first_compared = attempt_files.own_generation() > 0
-
-    def compare(self, batches: MicroBatches | None, count: int, rate: float | None) -> int:
-        """Compares like :meth:`RankData.compare`; with None for the batches it compares no rows."""
-        here = RowDigests(None, None) if batches is None else digests_of(batches)
-        # As two halves: assign would take a number of 64 bits for a float.
-        halves = np.array([np.nan if rate is None else rate]).view("uint32")
-        digests = [_NO_DIGEST if digest is None else digest for digest in here]
-        message = np.array([count, *halves, *digests], "int64")
-        # One message, for which the owner of the first stage does not wait. A tensor has the same
-        # form whatever its numbers. By assign: to_tensor of Paddle 3.3.1 leaks a list.
-        count, low, high, *first = (
-            self._job.group().broadcast(paddle.assign(message), self.source).tolist()
-        )
-        if rate is not None:
-            require_one_rate(
-                self._job, [*np.array([low, high], "uint32").view("float64").tolist(), rate]
-            )
-        if batches is not None:
-            if self.owns[1]:
-                digests_of_first = (None if digest == _NO_DIGEST else digest for digest in first)
-                require_one_batch(here, RowDigests(*digests_of_first))
-            needed = [digest if owns else None for digest, owns in zip(here, self.owns)]
-            self._require_equal_along_mp(needed)
-            if self.owns[0] and not self._first_compared:
-                self._first_compared = True
-                self._warn_of_equal_replicas(here)
-                self._require_different_parts(here)
-        return count
-
-    def _require_equal_along_mp(self, needed: list[int | None]) -> None:
-        """Refuses different rows on the ranks that hold shards of one stage. Collective over mp.
-
-        Args:
-            needed: The digests of the inputs and of the labels, None if this rank uses none.
-        """
-        group = self._job.model_parallel()
-        if group.ranks > 1 and len({*map(tuple, group.all_gather(needed))}) > 1:
-            raise ConfigError(
-                "the ranks that hold shards of one stage were given different rows",
-                where="before the batch runs",
-                expected="the same rows on all ranks along mp",
-                fix=_SAME_SAMPLES,
-            )
-
-    def _require_different_parts(self, here: RowDigests) -> None:
-        """Refuses equal inputs on ranks that split sequences. Collective over sep and cp."""
-        for group in map(self._job.along, SEQUENCE):
-            # Some parts may be equal, such as parts that are all padding.
-            if group.ranks > 1 and len({*group.all_gather(here.inputs)}) == 1:
-                self._job.allow.refuse(
-                    "data",
-                    "equal_parts",
-                    "ranks along sep or cp were given the same inputs, and each is to have a part",
-                    got="equal inputs",
-                    cause="own_part was not called, so that each has whole sequences",
-                    fix="pass own_part(inputs) and own_part(labels), of "
-                    "fleetpipe.dygraph.sequences",
-                )
-
-    def _warn_of_equal_replicas(self, here: RowDigests) -> None:
-        """Warns if replicas have equal inputs. Collective over the replicas."""
-        everyone = self._job.replicas().all_gather(here.inputs)
-        if len({*everyone}) < len(everyone):
-            log.once(
-                _log.warning,
-                f"of {len(everyone)} replicas some were given the same rows in their first batch: "
-                "they train on less data than they could. fleetpipe.io.DataLoader and "
-                "DistributedBatchSampler give each replica rows of its own",
+    for group in map(job.along, SEQUENCE):
+        # Some parts may be equal, such as parts that are all padding.
+        if group.ranks > 1 and len({*group.all_gather(inputs)}) == 1:
+            job.allow.refuse(
+                "data",
+                "equal_parts",
+                "ranks along sep or cp were given the same inputs, and each is to have a part",
+                got="equal inputs",
+                cause="own_part was not called, so that each has whole sequences",
+                fix="pass own_part(inputs) and own_part(labels), of fleetpipe.dygraph.sequences",
             )
 
 
@@ -199,8 +135,8 @@ class RankData:
         self.last_owner = placement.rank_of(placement.stages - 1)
         self.owns_first = self.plays(self.first_owner)
         self.owns_last = self.plays(self.last_owner)
-        owns = self.owns_first, self.owns_last
-        self._comparison = RowComparison(job, owns, self.first_owner)
+        # A process that replaces a failed one begins after the first comparison of the others.
+        self._first_compared = attempt_files.own_generation() > 0
 
     def plays(self, rank: int) -> bool:
         """Whether this process is rank ``rank`` of the pipeline, or plays all ranks."""
@@ -258,8 +194,57 @@ class RankData:
         Raises:
             ConfigError: The ranks have different rows, or different learning rates.
         """
-        compared = batches if self._config.compare_rows else None
-        return self._comparison.compare(compared, count, rate)
+        compares = self._config.compare_rows
+        here = digests_of(batches) if compares else RowDigests(None, None)
+        # As two halves: assign would take a number of 64 bits for a float.
+        halves = np.array([np.nan if rate is None else rate]).view("uint32")
+        digests = [_NO_DIGEST if digest is None else digest for digest in here]
+        message = np.array([count, *halves, *digests], "int64")
+        # One message, for which the owner of the first stage does not wait. A tensor has the same
+        # form whatever its numbers. By assign: to_tensor of Paddle 3.3.1 leaks a list.
+        count, low, high, *first = (
+            self._job.group().broadcast(paddle.assign(message), self.first_owner).tolist()
+        )
+        if rate is not None:
+            rate_of_first = np.array([low, high], "uint32").view("float64").tolist()
+            require_one_rate(self._job, [*rate_of_first, rate])
+        if compares:
+            if self.owns_last:
+                digests_of_first = (None if digest == _NO_DIGEST else digest for digest in first)
+                require_one_batch(here, RowDigests(*digests_of_first))
+            owns = self.owns_first, self.owns_last
+            self._require_equal_along_mp([d if owned else None for d, owned in zip(here, owns)])
+            if self.owns_first and not self._first_compared:
+                self._first_compared = True
+                self._warn_of_equal_replicas(here.inputs)
+                require_different_parts(self._job, here.inputs)
+        return count
+
+    def _require_equal_along_mp(self, needed: list[int | None]) -> None:
+        """Refuses different rows on the ranks that hold shards of one stage. Collective over mp.
+
+        Args:
+            needed: The digests of the inputs and of the labels, None if this rank uses none.
+        """
+        group = self._job.model_parallel()
+        if group.ranks > 1 and len({*map(tuple, group.all_gather(needed))}) > 1:
+            raise ConfigError(
+                "the ranks that hold shards of one stage were given different rows",
+                where="before the batch runs",
+                expected="the same rows on all ranks along mp",
+                fix=_SAME_SAMPLES,
+            )
+
+    def _warn_of_equal_replicas(self, inputs: int | None) -> None:
+        """Warns if replicas have inputs with one digest. Collective over the replicas."""
+        everyone = self._job.replicas().all_gather(inputs)
+        if len({*everyone}) < len(everyone):
+            log.once(
+                _log.warning,
+                f"of {len(everyone)} replicas some were given the same rows in their first batch: "
+                "they train on less data than they could. fleetpipe.io.DataLoader and "
+                "DistributedBatchSampler give each replica rows of its own",
+            )
 
     def share_batch(self, data: Nest) -> tuple[MicroBatches, MicroBatches]:
         """Gives every rank the inputs and the labels of a batch. Collective over the job.

@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph.batch.losses import Criterion, Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
-from fleetpipe.dygraph.batch.units import Borders
 from fleetpipe.schedules.action import GlobalMicroBatch
 
 #: ``run_of(stage)(value, micro_batch)`` runs the layers of a stage on ``value``.
@@ -101,17 +100,3 @@ class StageWatch(Protocol):
 
     def refused(self) -> AbstractContextManager[None]:
         """Returns a context in which an error that such a use causes names the use."""
-
-
-class StagesToRun(Protocol):
-    """The stages that a process runs, and their layers."""
-
-    @property
-    def borders(self) -> Borders | None:
-        """Translates between the values of layers and those on edges; None for a list of layers."""
-
-    def function(self, stage: int) -> Callable[[Nest, GlobalMicroBatch], Nest]:
-        """Returns the function that runs the layers of a stage."""
-
-    def layers(self, stage: int) -> Mapping[int, Callable[[Nest], Nest]]:
-        """Returns the layers and functions of a stage, by their numbers in the whole list."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -232,9 +231,15 @@ def _describe_arguments(entry: Entry) -> str:
 
 def _build_and_check(entry: Entry, lent: Mapping[str, Tensor]) -> Any:
     """Builds and checks the layer of a description; ``lent`` is as for :func:`build`."""
-    with _specification_restored(entry):
+    # A LayerSpec, into which a LayerDesc writes its arguments, may be that of other entries too.
+    specification = getattr(entry, "layer_spec", None)
+    arguments = getattr(specification, "extra_kwargs", None)
+    try:
         # The descriptions of Paddle 2.6.2 take no weights.
         return _check_built(entry.build_layer(**lent) if lent else entry.build_layer())
+    finally:
+        if specification is not None:
+            specification.extra_kwargs = arguments
 
 
 def _build_lazily(entry: Entry, lent: Mapping[str, Tensor]) -> Any:
@@ -267,8 +272,22 @@ class Blueprints(Sequence[Layer]):
 
     def __getitem__(self, index: Any) -> Layer:
         if index not in self._layers:
-            self._layers[index] = _blueprint(self._entries[index], index, self.lent(index))
+            self._layers[index] = self._build(self._entries[index], index)
         return self._layers[index]
+
+    def _build(self, entry: Entry, index: int) -> Layer:
+        """Builds the blueprint of entry ``index``, without memory if that is possible."""
+        if not hasattr(entry, "build_layer"):
+            return entry
+        if hasattr(entry, "blueprint"):
+            return entry.blueprint()
+        lent = self.lent(index)
+        # In a separate name space: the names of the model's parameters must not depend on it.
+        with random_states_kept(), paddle.utils.unique_name.guard():
+            try:
+                return _build_lazily(entry, lent)
+            except Exception:
+                return build(entry, index, lent)
 
     def lent(self, index: int) -> dict[str, Tensor]:
         """Returns the weights of another layer that the constructor of entry ``index`` gets.
@@ -300,20 +319,6 @@ class Blueprints(Sequence[Layer]):
         }
 
 
-def _blueprint(entry: Entry, index: int, lent: Mapping[str, Tensor]) -> Layer:
-    """Builds the blueprint of an entry, without memory if that is possible."""
-    if not hasattr(entry, "build_layer"):
-        return entry
-    if hasattr(entry, "blueprint"):
-        return entry.blueprint()
-    # In a separate name space: the names of the model's parameters must not depend on it.
-    with random_states_kept(), paddle.utils.unique_name.guard():
-        try:
-            return _build_lazily(entry, lent)
-        except Exception:
-            return build(entry, index, lent)
-
-
 def class_name(entry: Entry) -> str:
     """Returns the name of an entry's class or function, to which ``seg_method`` refers; or ""."""
     if isinstance(entry, paddle.nn.Layer):
@@ -329,20 +334,3 @@ def count_parameters(layer: Layer) -> int:
     if not isinstance(layer, paddle.nn.Layer):
         return 0
     return sum(math.prod(p.shape) for p in layer.parameters() if p.trainable)
-
-
-@contextmanager
-def _specification_restored(entry: Entry) -> Iterator[None]:
-    """At its end, restores the ``LayerSpec`` of a ``LayerDesc``, which writes into it.
-
-    Two entries may use the same specification: the arguments of one must not reach the other.
-    """
-    specification = getattr(entry, "layer_spec", None)
-    if specification is None:
-        yield
-        return
-    arguments = specification.extra_kwargs
-    try:
-        yield
-    finally:
-        specification.extra_kwargs = arguments

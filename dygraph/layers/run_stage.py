@@ -11,7 +11,7 @@ import re
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.dygraph import gradients, random_keys
@@ -119,9 +119,9 @@ def layer_error(
             fix="run on a GPU, or use another layer: BatchNorm1D or 2D for SyncBatchNorm, whose "
             "statistics are then of each replica's rows",
         )
-    sublayer = _find_failed_sublayer(error, layer, value)
-    if sublayer is not None:
-        return _sublayer_error(error, sublayer, partition, index, value)
+    inside = _error_in_sublayer(error, partition, index, layer, value)
+    if inside is not None:
+        return inside
     before = f"what layer {index - 1} returned" if index else "the inputs of the batch"
     stage = partition.stage_of(index)
     first = index == partition.boundaries[stage]
@@ -135,33 +135,19 @@ def layer_error(
     )
 
 
-class _FailedSublayer(NamedTuple):
-    """A sublayer that could not take its argument.
+def _error_in_sublayer(
+    error: Exception, partition: Partition, index: int, layer: Callable[[Nest], Nest], value: Nest
+) -> BoundaryError | None:
+    """Returns the error to raise if a layer gave a sublayer a value that does not fit there.
 
-    Attributes:
-        path: Its path in the layer of the list.
-        layer: The sublayer.
-        value: Its argument: a tensor, or a tuple of tensors.
-    """
-
-    path: str
-    layer: Layer
-    value: Nest
-
-
-def _find_failed_sublayer(
-    error: Exception, layer: Callable[[Nest], Nest], value: Nest
-) -> _FailedSublayer | None:
-    """Returns the innermost sublayer whose forward raised ``error``.
-
-    Returns None if that sublayer was called with ``value``, the argument of the whole layer: then
-    the layer before is to blame.
+    The error names the innermost sublayer whose forward raised ``error``. The result is None if
+    that sublayer got ``value``, the argument of the whole layer: then the layer before is to blame.
     """
     if not isinstance(layer, paddle.nn.Layer):
         return None
     paths = {id(sublayer): path for path, sublayer in layer.named_sublayers()}
     arguments_of_layer = value if isinstance(value, (tuple, list)) else (value,)
-    innermost = None
+    failed: Layer = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         code, names = frame.f_code, frame.f_locals
         sublayer = names.get("self")
@@ -170,24 +156,17 @@ def _find_failed_sublayer(
         arguments = [names.get(name) for name in code.co_varnames[1 : code.co_argcount]]
         tensors = tuple(a for a in arguments if isinstance(a, paddle.Tensor))
         if tensors and not any(tensors[0] is a for a in arguments_of_layer):
-            argument = tensors[0] if len(tensors) == 1 else tensors
-            innermost = _FailedSublayer(paths[id(sublayer)], sublayer, argument)
-    return innermost
-
-
-def _sublayer_error(
-    error: Exception, sublayer: _FailedSublayer, partition: Partition, index: int, value: Nest
-) -> BoundaryError:
-    """Returns the error to raise if a layer called its sublayer with a value that does not fit."""
-    name = _describe_layer(partition, index)
+            failed, argument = sublayer, tensors[0] if len(tensors) == 1 else tensors
+    if failed is None:
+        return None
+    path = paths[id(failed)]
     return BoundaryError(
-        f"{name}: its {sublayer.path} cannot take what the layer gives it",
-        expected=_describe_sizes(sublayer.layer),
-        got=f"{outline(sublayer.value)}; the layer itself was given "
+        f"{_describe_layer(partition, index)}: its {path} cannot take what the layer gives it",
+        expected=_describe_sizes(failed),
+        got=f"{outline(argument)}; the layer itself was given "
         f"{_describe_argument(partition, index, value)}",
         cause=reason(error),
-        fix=f"change {sublayer.path} of layer {index}, or what stands before it there, so that "
-        "they fit",
+        fix=f"change {path} of layer {index}, or what stands before it there, so that they fit",
     )
 
 
@@ -227,14 +206,8 @@ def _suggest_fix(error: Exception, index: int, value: Nest) -> str:
     )
 
 
-class _Step(NamedTuple):
-    """A layer or function of the list, and its number there."""
-
-    number: int
-    function: Callable[[Nest], Nest]
-
-
-_Steps = tuple[_Step, ...]
+#: Layers or functions that run in order, each after its number in the whole list.
+_Steps = tuple[tuple[int, Callable[[Nest], Nest]], ...]
 
 
 class StageRunner:
@@ -293,7 +266,7 @@ class StageRunner:
 
     def _steps_between(self, start: int, end: int) -> _Steps:
         """Returns the layers with numbers from ``start`` up to ``end``, exclusive."""
-        return tuple(_Step(index, self._functions[index]) for index in range(start, end))
+        return tuple((index, self._functions[index]) for index in range(start, end))
 
     def _make_piece(
         self, stage: int, start: int, end: int

@@ -4,57 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any
 
 from fleetpipe.aliases import Topology
 from fleetpipe.config import PipelineConfig
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.job import meeting
 from fleetpipe.job.job import Job, current_job
-from fleetpipe.mesh.axes import Degrees
 from fleetpipe.paddle_api import paddle, paddle_fleet
-from fleetpipe.paddle_api.distributed import has_begun, user_strategy
+from fleetpipe.paddle_api.distributed import fleet_has_begun, user_strategy
 from fleetpipe.partition import LayerInfo, Partition, segment
 from fleetpipe.schedules import Placement, Schedule
 
 _DUALPIPEV = "DualPipeV"
 
 
-class LayerPlan(Protocol):
-    """The used members of :class:`fleetpipe.profiling.PipelinePlan`, a plan for the layers."""
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks of the pipeline."""
-
-    @property
-    def chunks(self) -> int:
-        """The number of chunks on each rank."""
-
-    @property
-    def micro_batches(self) -> int:
-        """The number of micro-batches of a batch, m."""
-
-    @property
-    def schedule(self) -> Schedule:
-        """The schedule to run."""
-
-    @property
-    def recompute(self) -> Sequence[Sequence[int]]:
-        """For each stage, the numbers of the layers whose forward runs again in backward."""
-
-    @property
-    def partition(self) -> Partition:
-        """The cut of the layers into stages."""
-
-    def schedule_for(self, micro_batches: int) -> Schedule:
-        """Returns the schedule for another number of micro-batches."""
-
-    def require_degrees(self, degrees: Degrees) -> None:
-        """Refuses a job with other degrees."""
-
-    def require_layers(self, names: Sequence[str]) -> None:
-        """Refuses a model with other layers than the plan's."""
+#: A plan for the layers: a :class:`fleetpipe.profiling.PipelinePlan`.
+LayerPlan = Any
 
 
 class Arrangement:
@@ -136,43 +102,38 @@ class Arrangement:
     def _schedule(self, config: PipelineConfig) -> Schedule:
         """Builds the schedule of ``config``, or takes the one of the plan."""
         if self._plan is not None:
-            return _schedule_of_plan(
-                self._plan, config, (self._ranks, self._chunks, self._use_dualpipev)
-            )
+            return self._schedule_of_plan(self._plan, config)
         if self._use_dualpipev:
             config = _with_dualpipev(config, self._chunks)
         return config.schedule_for(self._ranks, self._chunks, head=self._has_head)
 
+    def _schedule_of_plan(self, plan: LayerPlan, config: PipelineConfig) -> Schedule:
+        """Returns a plan's schedule for the number of micro-batches in ``config``.
 
-def _schedule_of_plan(
-    plan: LayerPlan, config: PipelineConfig, request: tuple[int, int | None, bool]
-) -> Schedule:
-    """Returns the schedule of a plan, for the number of micro-batches in ``config``.
-
-    Args:
-        plan: The plan.
-        config: The options of the job's strategy.
-        request: The ranks, the chunks and the ``use_dualpipev`` that the user asks for.
-    """
-    ranks, chunks, use_dualpipev = request
-    usual = config.schedule in (PipelineConfig.schedule, plan.schedule.name) and not use_dualpipev
-    usual = usual and config.slice_count in (None, plan.schedule.slices)
-    if ranks != plan.ranks or chunks not in (None, plan.chunks) or not usual:
-        raise ConfigError(
-            "the plan says how the layers are placed, and which schedule runs",
-            expected=f"{plan.ranks} ranks, {plan.chunks} chunks on each, {plan.schedule.name}, "
-            f"slices={plan.schedule.slices}",
-            got=f"{ranks} ranks, num_virtual_pipeline_stages={chunks}, "
-            f"schedule_mode={config.schedule!r}, use_dualpipev={use_dualpipev}, "
-            f"slices={config.slices}",
-            fix="set pp_degree to plan.ranks and leave the others out, or plan anew",
-        )
-    schedule = plan.schedule_for(config.micro_batches)
-    if config.memory_cap is not None:
-        # The limit of the strategy, in bytes if the strategy's costs have bytes. The schedule has
-        # been checked against the limit of the plan.
-        schedule.verify(memory_cap=config.memory_cap, costs=config.costs)
-    return schedule
+        It refuses other ranks, chunks or schedules than the plan's in the user's arguments and in
+        ``config``, the options of the job's strategy.
+        """
+        planned: Schedule = plan.schedule
+        names = (PipelineConfig.schedule, planned.name)
+        same_schedule = config.schedule in names and not self._use_dualpipev
+        same_schedule = same_schedule and config.slice_count in (None, planned.slices)
+        same_ranks = self._ranks == plan.ranks and self._chunks in (None, plan.chunks)
+        if not (same_ranks and same_schedule):
+            raise ConfigError(
+                "the plan says how the layers are placed, and which schedule runs",
+                expected=f"{plan.ranks} ranks, {plan.chunks} chunks on each, {planned.name}, "
+                f"slices={planned.slices}",
+                got=f"{self._ranks} ranks, num_virtual_pipeline_stages={self._chunks}, "
+                f"schedule_mode={config.schedule!r}, use_dualpipev={self._use_dualpipev}, "
+                f"slices={config.slices}",
+                fix="set pp_degree to plan.ranks and leave the others out, or plan anew",
+            )
+        schedule: Schedule = plan.schedule_for(config.micro_batches)
+        if config.memory_cap is not None:
+            # The limit of the strategy, in bytes if the strategy's costs have bytes. The schedule
+            # has been checked against the limit of the plan.
+            schedule.verify(memory_cap=config.memory_cap, costs=config.costs)
+        return schedule
 
 
 def _with_dualpipev(config: PipelineConfig, chunks: int | None) -> PipelineConfig:
@@ -230,7 +191,7 @@ def number_of_stages(num_stages: int | None, topology: Topology, job: Job | None
     stages = next(iter(numbers.values()))
     processes = meeting.world_size()
     if job is None and stages > 1 and processes > 1:
-        stock = has_begun()
+        stock = fleet_has_begun()
         raise StateError(
             f"a PipelineLayer of {stages} stages was built before fleet.init",
             got=f"a job of {processes} processes, none of which knows its stage",

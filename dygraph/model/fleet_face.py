@@ -14,9 +14,8 @@ from fleetpipe.dygraph.layers.tied import SharedLayer
 from fleetpipe.dygraph.model.owned_stages import OwnedStages
 from fleetpipe.dygraph.random_keys import alike_in_apply
 from fleetpipe.dygraph.state.model_on_ranks import ModelOnRanks
-from fleetpipe.dygraph.state.tied_weights import SharedWeight, sharing_group
+from fleetpipe.dygraph.state.tied_weights import sharing_group
 from fleetpipe.errors import ConfigError, StateError, UsageError
-from fleetpipe.job.job import Job
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_id
 from fleetpipe.paddle_api.layer import parameters_in
@@ -32,54 +31,6 @@ class NotWrapped(UsageError, AttributeError):
 
     It is an AttributeError, so that ``hasattr`` returns False.
     """
-
-
-def refuse_methods_of_the_wrapper(model: Layer, name: str) -> None:
-    """Raises :class:`NotWrapped` if ``name`` is a method that only the wrapper has."""
-    if name in _OF_THE_WRAPPER:
-        raise NotWrapped(
-            f"a PipelineLayer has no {name} before it is wrapped",
-            got=f"{type(model).__name__}.{name}",
-            cause="the model did not go through fleet.distributed_model, or what that returned "
-            "was not kept",
-            fix="model = fleet.distributed_model(model), after fleet.init",
-        )
-
-
-def shared_comm(
-    entries: Sequence[Any],
-    shared: Mapping[int, SharedLayer],
-    layers: Mapping[str, Layer],
-    weights: Sequence[SharedWeight],
-    job: Job | None,
-) -> dict[str, dict[str, Any]]:
-    """Returns Fleet's ``shared_comm``: the shared layers of which other ranks have copies.
-
-    Args:
-        entries: The whole list of layers, as descriptions.
-        shared: The shared layers of the list, by each of their numbers in it.
-        layers: The shared layers of this process, by their paths in the model.
-        weights: The weights that this rank shares with others, each with the ranks of the pipeline
-            that hold a copy.
-        job: The job of the model; None if it was built outside of one: then the result is empty.
-
-    Returns:
-        By the layer's key, a dict: ``ranks`` are the ranks of the job that hold a copy, ``group``
-        is their group, ``weight_attr`` the names of the weights, ``layer`` this rank's copy.
-    """
-    groups = {}
-    for path, layer in layers.items():
-        holders = [weight.holders for weight in weights if weight.name.startswith(f"{path}.")]
-        if job is not None and holders:
-            members = sorted({rank for ranks in holders for rank in ranks})
-            first = min(index for index, candidate in shared.items() if candidate.path == path)
-            groups[shared[first].key] = {
-                "ranks": [job.hcg.get_rank_from_stage(rank) for rank in members],
-                "group": sharing_group(job, members),
-                "weight_attr": list(shared_attributes(entries[first])),
-                "layer": layer,
-            }
-    return groups
 
 
 def require_chunk(number: int, chunks: int) -> None:
@@ -143,9 +94,28 @@ class FleetFace(ModelOnRanks):
         self.device_id = device_id()
         self.global_rank = paddle.distributed.get_rank()
         self._list_functions(shared)
-        self.shared_comm = shared_comm(
-            self._layers_desc, shared, layers, self._shared_weights.weights, self._job
-        )
+        self.shared_comm = self._describe_sharing(shared, layers)
+
+    def _describe_sharing(
+        self, shared: Mapping[int, SharedLayer], layers: Mapping[str, Layer]
+    ) -> dict[str, dict[str, Any]]:
+        """Returns the value of ``shared_comm``; it is empty if the model was built without a job.
+
+        The arguments are those of :meth:`_set_fleet_attributes`.
+        """
+        groups = {}
+        for path, layer in layers.items():
+            weights = (w for w in self.shared_weights if w.name.startswith(f"{path}."))
+            members = sorted({rank for weight in weights for rank in weight.holders})
+            if self._job is not None and members:
+                first = min(index for index, candidate in shared.items() if candidate.path == path)
+                groups[shared[first].key] = {
+                    "ranks": [self._job.hcg.get_rank_from_stage(rank) for rank in members],
+                    "group": sharing_group(self._job, members),
+                    "weight_attr": list(shared_attributes(self._layers_desc[first])),
+                    "layer": layer,
+                }
+        return groups
 
     def _list_functions(self, shared: Mapping[int, SharedLayer]) -> None:
         """Sets the chunks and ``run_function``, in which users of Fleet look for layers.
@@ -171,7 +141,14 @@ class FleetFace(ModelOnRanks):
         Raises:
             NotWrapped: It is a method of the wrapper that ``fleet.distributed_model`` returns.
         """
-        refuse_methods_of_the_wrapper(self, name)
+        if name in _OF_THE_WRAPPER:
+            raise NotWrapped(
+                f"a PipelineLayer has no {name} before it is wrapped",
+                got=f"{type(self).__name__}.{name}",
+                cause="the model did not go through fleet.distributed_model, or what that returned "
+                "was not kept",
+                fix="model = fleet.distributed_model(model), after fleet.init",
+            )
         return super().__getattr__(name)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:

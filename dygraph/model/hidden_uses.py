@@ -188,18 +188,6 @@ def _foreign_value_error(keys: str) -> BoundaryError:
     )
 
 
-def _foreign_parameter_error(names: str) -> ConfigError:
-    """Returns the error of a stage that uses parameters of other ranks, with these names."""
-    return ConfigError(
-        "stages use parameters that are of no layer of theirs",
-        got=names,
-        cause="a function, the loss or an attribute holds a layer that is elsewhere in the list, "
-        "or nowhere: on ranks each would train a copy of its own",
-        fix="describe all uses of such a layer as SharedLayerDesc with one key; make a free "
-        "parameter that of a layer in the list",
-    )
-
-
 class HiddenUses:
     """Finds stages that use parameters and values of other ranks; implements ``StageWatch``."""
 
@@ -283,12 +271,8 @@ class HiddenUses:
         self._hidden_parameters.close()
         self._rank = None
         if ends:
-            self._containers, self._before, self._stored_values, self._is_first_batch = (
-                [],
-                [],
-                {},
-                False,
-            )
+            self._containers, self._before, self._stored_values = [], [], {}
+            self._is_first_batch = False
 
     def _record_stored_values(self) -> None:
         """Records values that the last stage has stored where other ranks' functions find them."""
@@ -324,7 +308,14 @@ class HiddenUses:
             foreign = [] if self._rank is None else self._foreign.get(self._rank, [])
             if foreign and is_missing_memory_error(error):
                 names = listed([self._names.get(id(p), p.name) for p in foreign])
-                raise _foreign_parameter_error(f"one of {names} on rank {self._rank}") from error
+                raise ConfigError(
+                    "stages use parameters that are of no layer of theirs",
+                    got=f"one of {names} on rank {self._rank}",
+                    cause="a function, the loss or an attribute holds a layer that is elsewhere in "
+                    "the list, or nowhere: on ranks each would train a copy of its own",
+                    fix="describe all uses of such a layer as SharedLayerDesc with one key; make a "
+                    "free parameter that of a layer in the list",
+                ) from error
             if _OfAnotherStage.__name__ in str(error):
                 raise _foreign_value_error(
                     listed([str(key) for _, key in self._stored_values])

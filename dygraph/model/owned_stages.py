@@ -47,15 +47,17 @@ def record_modes(model: Layer) -> None:
             continue
         if model.training:
             _switched_to_training.discard(layer)
-            (_stays_in_evaluation.discard if mode else _stays_in_evaluation.add)(layer)
+            if mode:
+                _stays_in_evaluation.discard(layer)
+            else:
+                _stays_in_evaluation.add(layer)
         elif mode:
             _switched_to_training.add(layer)
         else:
-            (
-                _switched_to_training.discard
-                if layer in _switched_to_training
-                else _stays_in_evaluation.add
-            )(layer)
+            if layer in _switched_to_training:
+                _switched_to_training.discard(layer)
+            else:
+                _stays_in_evaluation.add(layer)
             _forget_evaluation([layer])
 
 
@@ -103,10 +105,9 @@ def train(model: Layer, switch: Callable[[], object]) -> None:
 def modes_in_training_batches(model: Layer) -> list[tuple[str, bool]]:
     """Returns the path of each layer, and whether training batches run it in training mode."""
     record_modes(model)
-    layers = model.named_sublayers()
     return [
         (path, layer in _switched_to_training or layer not in _stays_in_evaluation)
-        for path, layer in layers
+        for path, layer in model.named_sublayers()
     ]
 
 

@@ -144,14 +144,18 @@ class PipelineLayer(FleetFace):
         self._job = job if job is not None and job.degrees.pp == self._num_stages else None
         self.take_loss(loss_fn)
         interval = checked_interval(recompute_interval, recompute_ctx)
-        plan = _load_plan(plan)
-        if plan is not None and (interval or seg_method != "uniform"):
+        layer_plan: LayerPlan = plan
+        if plan is not None and not hasattr(plan, "require_layers"):  # a path
+            layer_plan = pkgutil.resolve_name("fleetpipe.profiling:PipelinePlan").read(plan)
+        if layer_plan is not None and (interval or seg_method != "uniform"):
             raise ConfigError(
                 "the plan says where to cut, and what to recompute",
                 got=f"seg_method={seg_method!r}, recompute_interval={interval} beside a plan",
                 fix="leave seg_method and recompute_interval out, or the plan",
             )
-        self._recompute = () if plan is None else tuple(chain.from_iterable(plan.recompute))
+        self._recompute = (
+            () if layer_plan is None else tuple(chain.from_iterable(layer_plan.recompute))
+        )
         self._recompute_interval, self.recompute_ctx = interval, recompute_ctx
         self.use_cudagraph = use_cudagraph
         self._blueprints = entries.Blueprints(self._layers_desc)
@@ -162,13 +166,13 @@ class PipelineLayer(FleetFace):
         self._tied = tied.find_shared_layers(self._layers_desc, self._blueprints)
         self._shared_layers = {index: layer for layer in self._tied for index in layer.indices}
         self.arrangement = Arrangement(
-            *(self._num_stages, num_virtual_pipeline_stages, use_dualpipev, plan),
+            *(self._num_stages, num_virtual_pipeline_stages, use_dualpipev, layer_plan),
             head=len(self._layers_desc) > len(users_list),
         )
         self.placement = self.arrangement.placement
-        if plan is not None:
-            plan.require_layers([entries.class_name(entry) for entry in self._layers_desc])
-            seg_method = plan.partition.boundaries[: self.placement.body + 1]
+        if layer_plan is not None:
+            layer_plan.require_layers([entries.class_name(entry) for entry in self._layers_desc])
+            seg_method = layer_plan.partition.boundaries[: self.placement.body + 1]
         layers_to_cut = (
             self._layer_infos()
             if seg_method == "balanced"
@@ -445,12 +449,3 @@ class PipelineLayer(FleetFace):
         if self._job is None:
             return SoleGroup()
         return self._job.whole_model() if self.state.spreads_experts else self._job.group()
-
-
-def _load_plan(plan: Any) -> LayerPlan | None:
-    """Returns the argument ``plan`` of a model: a plan or None as it is, and a path's plan."""
-    if plan is None or hasattr(plan, "require_layers"):
-        layer_plan: LayerPlan | None = plan
-    else:
-        layer_plan = pkgutil.resolve_name("fleetpipe.profiling:PipelinePlan").read(plan)
-    return layer_plan

@@ -405,23 +405,14 @@ def bytes_of(value: Nest, without: Nest = None) -> int:
     return sum(map(tensor_bytes, tensors.values()))
 
 
-def fastest(samples: Iterable[Sequence[Any]]) -> Sample:
-    """Returns the minimum of each figure: other load on the machine only makes samples slower."""
-    return _combine(samples, min)
-
-
-def slowest(samples: Iterable[Sequence[Any]]) -> Sample:
-    """Returns the maximum of each figure, over ranks that compute a layer together."""
-    return _combine(samples, max)
-
-
-def _combine(samples: Iterable[Sequence[Any]], choose: Callable[[Iterable[Any]], Any]) -> Sample:
+def combine(samples: Iterable[Sequence[Any]], choose: Callable[[Iterable[Any]], Any]) -> Sample:
     """Combines some samples of a layer into one.
 
     Args:
         samples: The samples, or sequences of their fields.
-        choose: Combines the values of each field, such as ``min``. The loads of experts, the last
-            field, are added up instead; a field that any sample lacks (None) is None.
+        choose: Combines the values of each field: ``min`` over the runs of a rank, which other load
+            only makes slower, and ``max`` over ranks that compute a layer together. The loads of
+            experts, the last field, are added up; a field that any sample lacks (None) is None.
     """
     *figures, loads = zip(*samples)
     chosen = [None if None in of_samples else choose(of_samples) for of_samples in figures]

@@ -110,7 +110,7 @@ def _merge_ranks(job: Job, samples: measuring.Samples) -> _MergedSamples:
     """
     here = [[*key, [list(sample) for sample in runs]] for key, runs in samples.items()]
     fastest = {
-        (unit, layer): layer_meter.fastest(runs)
+        (unit, layer): layer_meter.combine(runs, min)
         for of_rank in job.group().all_gather(here)
         for unit, layer, runs in of_rank
     }
@@ -121,7 +121,7 @@ def _merge_ranks(job: Job, samples: measuring.Samples) -> _MergedSamples:
     for of_rank in of_ranks:
         for unit, layer, sample in of_rank:
             samples_of_ranks.setdefault((unit, layer), []).append(sample)
-    return {key: layer_meter.slowest(of_layer) for key, of_layer in samples_of_ranks.items()}
+    return {key: layer_meter.combine(of_layer, max) for key, of_layer in samples_of_ranks.items()}
 
 
 def _layer_ranges(layers: PipelineLayer) -> list[tuple[int, int]]:

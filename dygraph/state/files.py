@@ -129,16 +129,6 @@ def save(
     manifest.write(Path(folder), writer, states)
 
 
-def require_folder(folder: str | Path) -> None:
-    """Refuses a folder that does not exist."""
-    if not Path(folder).is_dir():
-        raise CheckpointError(
-            "there is no such folder of saved layers",
-            got=str(folder),
-            fix="pass the path that save_state_dict was given",
-        )
-
-
 def load(
     folder: str | Path,
     layers: Mapping[LayerFile, Layer | LayerInParts],
@@ -164,7 +154,7 @@ def load(
     for layer_file, layer in layers.items():
         files = _files_of(layer_file, names, folder)
         file = files[mp_rank * len(files) // mp_size]
-        read = fleet_files.mapped if isinstance(layer, LayerInParts) else fleet_files.load
+        read = fleet_files.load_mapped if isinstance(layer, LayerInParts) else fleet_files.load
         states[layer_file] = read(saved.path(file))
         _require_fit(layer_file, layer, states[layer_file], file)
         saved.require(file)
@@ -302,7 +292,12 @@ class LayerFiles:
             PipelineTimeout: Another rank did not come within the limit.
         """
         # Before the collective calls: a script may catch the error, and go on without a checkpoint.
-        require_folder(folder)
+        if not Path(folder).is_dir():
+            raise CheckpointError(
+                "there is no such folder of saved layers",
+                got=str(folder),
+                fix="pass the path that save_state_dict was given",
+            )
         with self._guard_call("loading layers"):
             load(folder, self._layers_to_read, *self._mp_rank_and_size())
             copies.equalize(self._sources)

@@ -131,7 +131,7 @@ def names_in(
     """
     state = dict(model)
     if state.keys() == plain_names.keys():
-        _pair_with_slots(slots, _rename(state, plain_names))
+        _pair_with_slots(slots, {plain_names[name]: tensor for name, tensor in state.items()})
         return dict(plain_names)
     pairs = _pair_with_slots(slots, state)
     names = {name: slot.name for slot, (name, _) in zip(slots, pairs)}
@@ -155,7 +155,7 @@ def to_pipeline_names(
     """
     state = _state_of(source)
     if state.keys() == plain_names.keys():
-        state = _rename(state, plain_names)
+        state = {plain_names[name]: tensor for name, tensor in state.items()}
     pairs = _pair_with_slots(slots, state)
     return {slot.name: tensor for slot, (_, tensor) in zip(slots, pairs)}
 
@@ -163,11 +163,6 @@ def to_pipeline_names(
 def _state_of(source: Layer | Mapping[str, Any]) -> dict[str, Any]:
     """Returns the state dict of a layer, or a copy of a given state dict."""
     return dict(source.state_dict() if isinstance(source, paddle.nn.Layer) else source)
-
-
-def _rename(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Returns a state under other names; ``names`` has the new name for each old one."""
-    return {names[name]: tensor for name, tensor in state.items()}
 
 
 def _pair_with_slots(slots: Sequence[Slot], state: Mapping[str, Any]) -> list[tuple[str, Any]]:

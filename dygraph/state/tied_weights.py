@@ -22,6 +22,7 @@ from fleetpipe.job.job import Job
 from fleetpipe.mesh.groups import Group, SoleGroup
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import option_of
+from fleetpipe.paddle_api.tensor import is_parameter
 
 
 class SharedWeight(NamedTuple):
@@ -103,13 +104,13 @@ class SharedWeights:
         self._tensors = tensors
         self.weights = [w for w in weights if len(w.holders) > 1 and rank in w.holders]
         for weight in self.weights:
-            if _is_parameter(tensors[weight.name]):
+            if is_parameter(tensors[weight.name]):
                 tensors[weight.name].is_firstly_shared = rank == weight.holders[0]
 
     def parameters(self) -> list[Tensor]:
         """Returns the copies that are parameters."""
         tensors = (self._tensors[weight.name] for weight in self.weights)
-        return [tensor for tensor in tensors if _is_parameter(tensor)]
+        return [tensor for tensor in tensors if is_parameter(tensor)]
 
     def equalize(self, sources: Mapping[str, int] | None = None) -> None:
         """Broadcasts one rank's values to all copies. Collective over the ranks that hold copies.
@@ -146,7 +147,7 @@ class SharedWeights:
         """
         for group, weights in self._iterate_groups():
             tensors = [self._tensors[weight.name] for weight in weights]
-            parameters = [tensor for tensor in tensors if _is_parameter(tensor)]
+            parameters = [tensor for tensor in tensors if is_parameter(tensor)]
             # Gradients are added in the order of these numbers: those of the last rank first.
             sums = [[(-group.rank, parameter)] for parameter in parameters]
             if uses is not None:
@@ -188,11 +189,6 @@ def equal_copies(
     with job.guarded(lambda: "making shared weights equal"):
         copies.equalize()
     return copies
-
-
-def _is_parameter(tensor: Tensor) -> bool:
-    """Whether a tensor is a parameter, trained or not, and no buffer."""
-    return hasattr(tensor, "trainable")
 
 
 def _copy_gradients(numbered: Sequence[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:

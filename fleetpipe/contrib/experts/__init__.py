@@ -102,8 +102,9 @@ class AuxiliaryLoss(paddle.nn.Layer):
         Raises:
             ConfigError: Some loss functions are no ``AuxiliaryLoss``, or have another ``take``.
         """
-        takes = {getattr(loss_fn, "take", None) for loss_fn in loss_fns if _is_auxiliary(loss_fn)}
-        if len(takes) > 1 or not all(map(_is_auxiliary, loss_fns)):
+        auxiliary = [loss_fn for loss_fn in loss_fns if isinstance(loss_fn, AuxiliaryLoss)]
+        takes = {loss_fn.take for loss_fn in auxiliary}
+        if len(takes) > 1 or len(auxiliary) < len(loss_fns):
             raise ConfigError(
                 "all loss functions of a model take the same losses of its layers",
                 expected="an AuxiliaryLoss each, with the same take",
@@ -124,10 +125,6 @@ class AuxiliaryLoss(paddle.nn.Layer):
     def value_of(output: Nest) -> Nest:
         """Returns the output of a layer without the losses of gates."""
         return output[_VALUE] if _is_carrier(output) else output
-
-
-def _is_auxiliary(loss_fn: Any) -> bool:
-    return isinstance(loss_fn, AuxiliaryLoss)
 
 
 def _is_carrier(value: Nest) -> bool:

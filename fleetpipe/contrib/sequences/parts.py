@@ -12,7 +12,7 @@ along sep, into consecutive parts::
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph.nest import map_tensors, tensors_of
 from fleetpipe.dygraph.tensor_parallel.groups import is_alone
 from fleetpipe.errors import ConfigError
-from fleetpipe.job.job import Job, current_job
+from fleetpipe.job.job import current_job
 from fleetpipe.mesh.groups import Group, SoleGroup
 from fleetpipe.paddle_api import paddle
 
@@ -35,16 +35,6 @@ class SequenceRanks(NamedTuple):
 
     sep: Group
     cp: Group
-
-    @classmethod
-    def of(cls, job: Job | None) -> SequenceRanks:
-        """Returns the ranks that share sequences in a job.
-
-        Without a job, in a job of one process and within ``alone()``, they are this process alone.
-        """
-        if job is None or job.local or is_alone():
-            return cls(SoleGroup(), SoleGroup())
-        return cls(job.along("sep"), job.along("cp"))
 
     @property
     def ranks(self) -> int:
@@ -173,9 +163,12 @@ class SequenceRanks(NamedTuple):
         """Checks that a sequence of ``length`` positions can be split into equal parts.
 
         Raises:
-            ConfigError: :attr:`divisor` does not divide the length.
+            ConfigError: :attr:`divisor` does not divide the length, or that is no whole number.
         """
-        _require_whole_number(length)
+        if not hasattr(length, "__index__"):  # such as the whole shape of a tensor
+            raise ConfigError(
+                "the length of a sequence is a whole number", got=repr(length), fix="ids.shape[1]"
+            )
         if length % self.divisor:
             zigzag = " x 2, for the two chunks of each cp rank" if self.cp.ranks > 1 else ""
             raise ConfigError(
@@ -188,8 +181,14 @@ class SequenceRanks(NamedTuple):
 
 
 def sequence_ranks() -> SequenceRanks:
-    """Returns the ranks that share this process's sequences, by the job's sep and cp degrees."""
-    return SequenceRanks.of(current_job())
+    """Returns the ranks that share this process's sequences, by the job's sep and cp degrees.
+
+    Without a job, in a job of one process and within ``alone()``, they are this process alone.
+    """
+    job = current_job()
+    if job is None or job.local or is_alone():
+        return SequenceRanks(SoleGroup(), SoleGroup())
+    return SequenceRanks(job.along("sep"), job.along("cp"))
 
 
 def own_part(value: Nest, axis: int = 1) -> Nest:
@@ -210,14 +209,6 @@ def documents_of(position_ids: Tensor) -> Tensor:
             the beginning of each document.
     """
     return (position_ids == 0).astype("int32").cumsum(axis=-1)
-
-
-def _require_whole_number(length: Any) -> None:
-    """Raises ConfigError if a length is no integer, for example a tensor's whole shape."""
-    if not hasattr(length, "__index__"):
-        raise ConfigError(
-            "the length of a sequence is a whole number", got=repr(length), fix="ids.shape[1]"
-        )
 
 
 def _length_along(tensor: Tensor, axis: int) -> int:

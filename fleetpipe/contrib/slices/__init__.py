@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from fractions import Fraction
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.config import PipelineConfig
@@ -42,8 +42,9 @@ from fleetpipe.schedules import Schedule
 
 __all__ = ["earlier", "keep"]
 
-#: The slices whose forward or backward runs in this process, the innermost one last.
-_running: list[_Slice | _SliceBackward] = []
+#: The slices whose forward runs in this process, the innermost one last; None for a backward, in
+#: which layers cannot keep values.
+_running: list[_Slice | None] = []
 
 #: How sequences are cut: into so many slices of nearly equal lengths, or into slices whose lengths
 #: have these proportions.
@@ -76,10 +77,6 @@ class _Slice:
         self.kept: dict[int, Nest] = {}
         #: By the id of a layer the leaves that later slices get in place of that value.
         self.leaves: dict[int, Nest] = {}
-
-
-class _SliceBackward(NamedTuple):
-    """Stands in ``_running`` for a slice whose backward runs, where layers cannot keep values."""
 
 
 def earlier(layer: Layer) -> list[Nest]:
@@ -129,8 +126,10 @@ def _current_slice() -> _Slice | None:
     Raises:
         UsageError: A backward runs, in which recompute calls a layer again.
     """
-    now = _running[-1] if _running else None
-    if isinstance(now, _SliceBackward):
+    if not _running:
+        return None
+    now = _running[-1]
+    if now is None:
         raise UsageError(
             "a layer that keeps values between slices is called again in a backward",
             cause="recompute, which cannot tell slices apart",
@@ -195,7 +194,7 @@ class SliceStates(UnitStates):
                 if leaf.grad is not None:
                     tensors.append(tensor)
                     grads.append(leaf.grad)
-        _running.append(_SliceBackward())
+        _running.append(None)
         try:
             yield tensors, grads
         finally:

@@ -20,9 +20,8 @@ from fleetpipe import fleet
 from fleetpipe.dygraph.batch.losses import require_nothing_kept
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.row_digests import (
-    RowComparison,
-    RowDigests,
     digests_of,
+    require_different_parts,
     require_one_batch,
 )
 from fleetpipe.errors import BoundaryError, ConfigError, FleetPipeError
@@ -59,9 +58,8 @@ PAIRS: dict[str, tuple[Any, Any, bool]] = {
 def test_parts_of_padding_are_no_whole_sequences(others: list[int], whole: bool) -> None:
     ranks = SimpleNamespace(ranks=4, all_gather=lambda digest: others)
     job: Any = SimpleNamespace(along=lambda axis: ranks, allow=Allow())
-    comparison = RowComparison(job, (True, True), 0)
     with pytest.raises(ConfigError, match="own_part") if whole else contextlib.nullcontext():
-        comparison._require_different_parts(RowDigests(2, None))
+        require_different_parts(job, 2)
 
 
 #: A batch of 16 micro-batches, of which every other one is another, and one of large tensors.

@@ -12,7 +12,6 @@ from fleetpipe.aliases import Layer, Nest, Optimizer
 from fleetpipe.capture.api import pipeline
 from fleetpipe.capture.captured_pipeline import CapturedPipeline
 from fleetpipe.capture.running.variants import StagedCapture
-from fleetpipe.capture.tracing.value import Node
 from fleetpipe.contrib.callbacks import LossMonitor
 from fleetpipe.contrib.compat.mindspore import context, nn
 from fleetpipe.contrib.compat.mindspore.train import callback
@@ -215,30 +214,22 @@ def save(captured: CapturedPipeline, schedule: Schedule, job: Job, folder: str) 
     placement, staged = schedule.placement, captured.captures.of_example(training=True)
     stages = range(placement.stages) if job.local else placement.stages_of(job.hcg.get_stage_id())
     for stage in stages:
-        _write_lines(rank_folder / f"stage_{stage}.txt", _node_lines(staged, stage))
+        text = "\n".join(_node_lines(staged, stage))
+        (rank_folder / f"stage_{stage}.txt").write_text(f"{text}\n", encoding="utf-8")
     edges = captured.owned_stages.edges(training=True)
-    _write_lines(rank_folder / "plan.txt", [str(schedule.lower(edges))])
+    (rank_folder / "plan.txt").write_text(f"{schedule.lower(edges)}\n", encoding="utf-8")
     events = events_of(schedule.simulate(edges=edges))
     write_trace(rank_folder / "schedule.json", {schedule.name: events}, placement, edges=edges)
 
 
 def _node_lines(staged: StagedCapture, stage: int) -> Iterator[str]:
-    """Yields the nodes of a stage, each followed by its parameters."""
+    """Yields the nodes of a stage, each followed by its parameters with their shapes."""
     for node in staged.nodes(stage):
         yield f"{node.name}  {node.location}"
-        for parameter in _parameters_of_node(node):
-            yield f"  {parameter}"
-
-
-def _parameters_of_node(node: Node) -> list[str]:
-    """Returns the names and shapes of the parameters that a node uses."""
-    if node.is_layer:
-        layer: Layer = node.function
-        named = [(f"{node.scopes[-1].path}.{name}", p) for name, p in layer.named_parameters()]
-    else:
-        named = [(owned.path, owned.tensor) for owned in node.state_refs]
-    return [f"{name} {list(parameter.shape)}" for name, parameter in named]
-
-
-def _write_lines(path: Path, lines: Iterator[str] | list[str]) -> None:
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        if node.is_layer:
+            layer: Layer = node.function
+            path = node.scopes[-1].path
+            named = [(f"{path}.{name}", tensor) for name, tensor in layer.named_parameters()]
+        else:
+            named = [(owned.path, owned.tensor) for owned in node.state_refs]
+        yield from (f"  {name} {list(parameter.shape)}" for name, parameter in named)
