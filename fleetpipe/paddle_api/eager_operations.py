@@ -219,6 +219,7 @@ def intercepting(listener: OperationListener) -> Iterator[None]:
         for module, name, function in bound_operations()
     ]
     tensor: Mapping[str, Any] = vars(_Tensor)
+    shape = tensor["shape"]
     for methods, event in ((_METHODS, "operation"), (_READS, "read"), (_MEMORY, "memory")):
         for name in methods:
             if name in tensor:
@@ -228,7 +229,7 @@ def intercepting(listener: OperationListener) -> Iterator[None]:
         (_Tensor, "stop_gradient", _stop_gradient_property(choose, tensor["stop_gradient"])),
         (_Tensor, "register_hook", _tolerant_register_hook(tensor["register_hook"])),
         (_Tensor, "data", _data_property(choose, tensor["data"])),
-        (_Tensor, "shape", _shape_property(choose, tensor["shape"])),
+        (_Tensor, "shape", property(lambda value: choose().shape(value, shape.__get__(value)))),
         (_Tensor, "size", _size_property(tensor["size"])),
         (paddle.nn.Layer, "__call__", _layer_call(choose, paddle.nn.Layer.__call__)),
         (paddle.nn.Layer, "__setattr__", _layer_setattr(choose, paddle.nn.Layer.__setattr__)),
@@ -353,16 +354,6 @@ def set_data(tensor: Tensor, value: Tensor) -> None:
 def move_to_new_memory(tensor: Tensor) -> None:
     """Moves a tensor to new memory, so that a graph that uses it keeps the old values."""
     set_data(tensor, tensor.detach().clone())
-
-
-def _shape_property(choose: _Choice, shape: Any) -> property:
-    """Returns a property for ``Tensor.shape``; each read returns what the listener gives instead.
-
-    Args:
-        choose: Returns the listener of the thread that reads.
-        shape: Paddle's own property, which returns the shape as a list of ints.
-    """
-    return property(lambda tensor: choose().shape(tensor, shape.__get__(tensor)))
 
 
 def _size_property(size: Any) -> property:

@@ -68,7 +68,11 @@ class PaddleSchedule:
         order = getattr(schedule, "pipeline_order", None)
         if order:
             self.rows = [
-                [_paddle_action(action) for action in order[rank] if action is not None]
+                [
+                    (str(action.computation_type), action.stage_index, action.microbatch_index)
+                    for action in order[rank]
+                    if action is not None
+                ]
                 for rank in sorted(order)
             ]
 
@@ -110,11 +114,6 @@ class PaddleSchedule:
     def end(self, losses: list[Tensor] | None) -> None:
         """Appends the losses of the batch to the user's list, if there is one."""
         self._schedule._update_losses(self._stages, losses)
-
-
-def _paddle_action(action: Any) -> PaddleAction:
-    """Returns an action object of Paddle's as a tuple."""
-    return str(action.computation_type), action.stage_index, action.microbatch_index
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -287,8 +287,8 @@ class _Rehearsal:
         apply = with_master_weights(optimizer._apply_optimize)
         yield optimizer, "_apply_optimize", apply
         casts, scaling = sys.modules["paddle.amp.auto_cast"], sys.modules["paddle.amp.grad_scaler"]
-        yield casts, "_dygraph_tracer", tracer_on_gpu
-        yield scaling, "_dygraph_tracer", tracer_on_gpu
+        yield casts, "_dygraph_tracer", _TracerOnGpu
+        yield scaling, "_dygraph_tracer", _TracerOnGpu
         for dtype in HALVES:
             yield casts, f"_is_gpu_{dtype}_supported", functools.partial(self._require_dtype, dtype)
             # Called by paddle.amp.is_bfloat16_supported and Layer.bfloat16.
@@ -444,8 +444,3 @@ class _TracerOnGpu:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(_framework._dygraph_tracer(), name, value)
-
-
-def tracer_on_gpu() -> Any:
-    """Returns the tracer that ``paddle.amp`` uses in a rehearsal."""
-    return _TracerOnGpu()

@@ -35,20 +35,7 @@ _MODULES = {
     "fleetpipe.schedules.forms.terminal": ("render", "summary"),
 }
 
-__all__ = [
-    "Event",
-    "Figures",
-    "Panel",
-    "chrome_trace",
-    "draw",
-    "events_of",
-    "figures_of",
-    "panel_of",
-    "plot",
-    "render",
-    "summary",
-    "write_trace",
-]
+__all__ = [name for names in _MODULES.values() for name in names]
 
 if not TYPE_CHECKING:  # to a type checker it would give the package every name
     __getattr__ = late({name: module for module, names in _MODULES.items() for name in names})
