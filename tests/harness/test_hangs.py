@@ -24,9 +24,7 @@ def test_that_hangs():
 
 # Without and with Python's own lock held, and without and with a worker of xdist.
 @pytest.mark.parametrize(("library", "workers"), [("CDLL", 0), ("PyDLL", 1)])
-def test_a_hang_that_takes_no_signal_is_ended_and_named(
-    library: str, workers: int, tmp_path: Path
-) -> None:
+def test_a_hang_without_signals_is_ended(library: str, workers: int, tmp_path: Path) -> None:
     file = tmp_path / "test_that_hangs.py"
     file.write_text(_HANGS.format(library=library))
     words = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-n", workers]

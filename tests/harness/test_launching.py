@@ -58,9 +58,7 @@ def either(request: pytest.FixtureRequest) -> Launch:
     return run
 
 
-def test_each_rank_has_its_log_its_arguments_and_its_environment(
-    either: Launch, tmp_path: Path
-) -> None:
+def test_each_rank_has_its_log_and_its_environment(either: Launch, tmp_path: Path) -> None:
     (tmp_path / "beside.py").touch()
     script = tmp_path / "script.py"
     source = """
@@ -194,9 +192,7 @@ def test_a_child_ends_as_a_process_does(launch: Launch, end: str, code: int, tol
 
 
 @_needs_paddle
-def test_the_answer_to_an_interrupted_question_is_not_another_ones(
-    launch: Launch, monkeypatch: Patch
-) -> None:
+def test_an_interrupted_question_gets_no_later_answer(launch: Launch, monkeypatch: Patch) -> None:
     def interrupted() -> str:
         raise KeyboardInterrupt
 

@@ -231,7 +231,7 @@ def test_a_rank_left_over_from_an_earlier_life_is_refused_by_name(monkeypatch: P
         meeting.open_store(5)
 
 
-def test_paddle_gets_an_address_for_a_store_of_its_own_where_it_has_none(
+def test_paddle_gets_an_address_for_its_own_store(
     monkeypatch: Patch,
 ) -> None:
     store = MemoryStore()
@@ -330,7 +330,7 @@ def test_every_rank_raises_the_same_with_both_sides(monkeypatch: Patch) -> None:
     assert "Linear" not in text
 
 
-def test_a_rank_that_does_not_come_is_not_said_to_be_missing_from_the_start(
+def test_a_rank_that_comes_to_no_comparison_is_named(
     monkeypatch: Patch,
 ) -> None:
     store = MemoryStore()
@@ -344,9 +344,7 @@ def test_a_rank_that_does_not_come_is_not_said_to_be_missing_from_the_start(
 
 @pytest.mark.parametrize(("ranks", "asked"), [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1)])
 @pytest.mark.parametrize("in_step", [0, 1, 3])
-def test_all_ranks_stop_after_the_step_behind_the_one_in_which_one_was_asked(
-    ranks: int, asked: int, in_step: int
-) -> None:
+def test_all_ranks_stop_one_step_after_a_request(ranks: int, asked: int, in_step: int) -> None:
     hub = MemoryHub(ranks)
     agreements = []
     for rank in range(ranks):

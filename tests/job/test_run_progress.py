@@ -49,7 +49,7 @@ def test_what_ranks_tell_is_read_in_its_order(monkeypatch: Patch, tmp_path: Path
     assert attempt_files.steps_saved_at_stop(tmp_path) == 12
 
 
-def test_two_threads_that_tell_at_once_leave_one_of_their_failures(
+def test_two_threads_that_tell_at_once_leave_one_failure(
     monkeypatch: Patch, tmp_path: Path
 ) -> None:
     as_rank(monkeypatch, 1)
@@ -219,7 +219,7 @@ def test_an_error_within_a_part_ends_it(monkeypatch: Patch) -> None:
     assert process.spent() == {"compute": 1.0, "data": 1.0}
 
 
-def test_steps_whose_card_is_not_waited_for_are_shared_out_as_the_measured_ones(
+def test_steps_that_are_not_measured_are_shared_out(
     monkeypatch: Patch,
 ) -> None:
     """The host queues the work in 0.1 s, and waits for it in the script, which reads the loss."""

@@ -85,7 +85,7 @@ def test_clients_that_leave_during_the_servers_exit_do_not_abort_it() -> None:
         assert server.wait(timeout=30) == 2
 
 
-def test_one_that_does_not_answer_is_not_waited_for_longer_than_the_limit(
+def test_a_store_that_does_not_answer_is_named(
     listener: socket.socket,
 ) -> None:
     store = JobStore("127.0.0.1", listener.getsockname()[1], 0.3)
@@ -168,7 +168,7 @@ def begin(number: int, store: Any, watch: Any, *groups: list[int]) -> list[Any]:
         return [paddle.distributed.new_group(ranks=ranks) for ranks in groups]
 
 
-def test_a_job_takes_the_groups_of_earlier_ones_by_members_and_order(
+def test_a_job_takes_the_groups_of_earlier_ones(
     made: list[list[int]],
 ) -> None:
     store, watch = FullStore(), NoWatch()

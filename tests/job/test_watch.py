@@ -151,9 +151,7 @@ def test_a_rank_that_left_while_it_was_needed_is_named(begin: Begin) -> None:
     assert (third.failure.rank, third.failure.what) == (1, "left")
 
 
-def test_a_timeout_says_where_all_are_and_is_one_on_every_rank(
-    begin: Begin, capfd: Capture
-) -> None:
+def test_a_timeout_says_where_all_ranks_are(begin: Begin, capfd: Capture) -> None:
     first, second, third = begin(3)
     second.progress.action = lambda: "operation F1.2"
     third.progress.action = lambda: "operation B2.0, waiting for rank 1"
@@ -171,7 +169,7 @@ def test_a_timeout_says_where_all_are_and_is_one_on_every_rank(
     assert "most recent call first" in capfd.readouterr().err
 
 
-def test_the_thread_gives_up_for_a_main_thread_that_hangs_beyond_its_limit(
+def test_a_main_thread_that_hangs_is_given_up(
     begin: Begin, exits: list[int], monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(module, "GRACE_SECONDS", 0.1)
@@ -206,7 +204,7 @@ def test_a_limit_begins_anew_where_one_within_it_ends(begin: Begin, monkeypatch:
     assert first.failure is second.failure is None
 
 
-def test_a_limit_begins_anew_where_the_process_goes_on(
+def test_a_limit_begins_anew_with_an_action(
     begin: Begin, exits: list[int], monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(module, "STATUS_SECONDS", 0.05)
@@ -221,7 +219,7 @@ def test_a_limit_begins_anew_where_the_process_goes_on(
         second.check()
 
 
-def test_a_process_that_does_not_notice_is_ended_with_one_line(
+def test_an_unaware_process_is_ended(
     begin: Begin, exits: list[int], monkeypatch: Patch, capfd: Capture
 ) -> None:
     monkeypatch.setattr(module, "GRACE_SECONDS", 0.1)
@@ -234,7 +232,7 @@ def test_a_process_that_does_not_notice_is_ended_with_one_line(
     assert "most recent call first" not in said
 
 
-def test_a_process_on_its_way_out_is_left_alone(
+def test_a_process_that_ends_is_left_alone(
     begin: Begin, exits: list[int], monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(module, "GRACE_SECONDS", 0.1)
@@ -319,9 +317,7 @@ def test_bytes_that_are_no_message_end_all_by_name(begin: Begin, words: bytes) -
         record(action="F0.1", rows=[[0, 1, 1, 1, 0, [], []]]),
     ],
 )
-def test_a_record_that_is_none_is_left_out_and_said_once(
-    begin: Begin, words: bytes, monkeypatch: Patch
-) -> None:
+def test_an_invalid_record_is_left_out(begin: Begin, words: bytes, monkeypatch: Patch) -> None:
     """The job goes on, and knows of the rank what it last said in order."""
     said: list[object] = []
     monkeypatch.setattr(peers._log, "warning", lambda text, *values: said.append(text % values))
@@ -334,9 +330,7 @@ def test_a_record_that_is_none_is_left_out_and_said_once(
     assert first.failure is second.failure is None
 
 
-def test_a_rank_that_cannot_say_how_it_gets_on_says_what_it_does(
-    begin: Begin, monkeypatch: Patch
-) -> None:
+def test_a_rank_without_a_record_says_what_it_does(begin: Begin, monkeypatch: Patch) -> None:
     said: list[object] = []
     monkeypatch.setattr(module._log, "warning", lambda text, *values: said.append(text % values))
     first, second = begin(2)
@@ -348,7 +342,7 @@ def test_a_rank_that_cannot_say_how_it_gets_on_says_what_it_does(
     assert first.failure is second.failure is None
 
 
-def test_a_process_that_was_stopped_does_not_hold_the_time_against_others(
+def test_a_stopped_process_blames_nobody(
     begin: Begin, exits: list[int], monkeypatch: Patch
 ) -> None:
     """Suspended for 100 s, with a failure that its main thread had no time to notice."""
@@ -364,9 +358,7 @@ def test_a_process_that_was_stopped_does_not_hold_the_time_against_others(
     assert second.failure is not None
 
 
-def test_a_watch_that_breaks_fails_its_rank(
-    begin: Begin, monkeypatch: Patch, exits: list[int]
-) -> None:
+def test_a_broken_watch_fails_its_rank(begin: Begin, monkeypatch: Patch, exits: list[int]) -> None:
     first, second = begin(2)
     monkeypatch.setattr(first, "_handle_messages", lambda peer: 1 / 0)
     assert soon(lambda: second.failure)

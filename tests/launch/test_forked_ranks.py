@@ -184,7 +184,7 @@ def ends(scripts: Path) -> Mapping[str, tuple[int, str]]:
 @pytest.mark.once
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ENDS)
-def test_a_fork_ends_as_a_script_does_by_itself(
+def test_a_fork_ends_as_a_script(
     ends: Mapping[str, tuple[int, str]], name: str, scripts: Path
 ) -> None:
     alone = begin(["-u", f"{name}.py"], scripts, "fork", threads=1)
@@ -193,7 +193,7 @@ def test_a_fork_ends_as_a_script_does_by_itself(
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", LAUNCHED_ENDS)
-def test_a_fork_ends_as_a_rank_of_its_own_process(
+def test_a_fork_ends_as_a_spawned_rank(
     ends: Mapping[str, tuple[int, str]], name: str, scripts: Path
 ) -> None:
     words = ["-u", "-W", "ignore", str(LAUNCHED), "run", f"{name}.py"]
@@ -243,9 +243,7 @@ def hold(place: Path, told: Connection) -> None:
         signal.pause()
 
 
-def test_what_a_killed_command_left_is_removed_and_what_a_living_one_has_is_not(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_what_a_killed_command_left_is_removed(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(folders, "_MEMORY", tmp_path)
     fork = multiprocessing.get_context("fork")
     told, tells = fork.Pipe(duplex=False)

@@ -27,7 +27,7 @@ from fleetpipe.checkpoint.files import tensors, writer
 from fleetpipe.errors import CheckpointError
 from fleetpipe.job import attempt_files
 from fleetpipe.job.attempt_files import INTERRUPTED, PREEMPTED
-from tests.fixtures import Launch, Patch
+from tests.fixtures import Launch, LogCapture, Patch
 from tests.launch.supervisor.commands import launched
 from tests.launching import ROOT
 
@@ -42,7 +42,7 @@ def steps(log: str) -> list[str]:
     return [line for line in log.splitlines() if line.startswith("step ")]
 
 
-def test_a_job_that_is_killed_and_stopped_ends_with_the_bits_of_one_that_is_not(
+def test_a_killed_and_stopped_job_has_the_same_bits(
     launcher: Launch, launch: Launch, tmp_path: Path
 ) -> None:
     alone = launch(WORKER, None, args=["9"]).logs[0]
@@ -80,9 +80,7 @@ def test_a_signal_to_one_rank_has_all_of_them_save_and_stop(launch: Launch, tmp_
 
 
 @pytest.mark.parametrize("command", ["run", "launch"])
-def test_a_signal_to_all_processes_twice_has_the_ranks_save_and_nothing_more(
-    launcher: Launch, tmp_path: Path, command: str
-) -> None:
+def test_two_signals_to_all_processes_save(launcher: Launch, tmp_path: Path, command: str) -> None:
     words = [command, "--nproc", "2", str(WORKER), "9", f"{command == 'launch':d}.0.1=all"]
     script = "import sys; from fleetpipe.cli import main; sys.exit(main(sys.argv[1:]))"
     job = launcher(script, None, args=words, cwd=tmp_path, check=False)
@@ -98,9 +96,7 @@ def test_a_signal_to_all_processes_twice_has_the_ranks_save_and_nothing_more(
         assert len(steps((tmp_path / "log" / f"workerlog.{rank}").read_text())) == saved
 
 
-def test_replicas_that_come_and_go_see_each_sample_as_if_they_had_not(
-    launch: Launch, tmp_path: Path
-) -> None:
+def test_replicas_that_come_and_go_see_each_sample(launch: Launch, tmp_path: Path) -> None:
     alone, shared = (tmp_path / name for name in ("alone", "shared"))
     for folder, parts in ((alone, [(None, 12)]), (shared, [(2, 4), (None, 7), (2, 12)])):
         folder.mkdir()
@@ -146,9 +142,7 @@ def _own_signals() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_own_signals")
-def test_a_signal_while_a_save_is_being_written_ends_behind_it_and_one_more(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_a_signal_during_a_save_ends_after_it(tmp_path: Path, monkeypatch: Patch) -> None:
     written = threading.Event()
     write_at = tensors.write_at
 
@@ -188,9 +182,7 @@ def test_a_signal_while_a_save_is_being_written_ends_behind_it_and_one_more(
 
 
 @pytest.mark.usefixtures("_own_signals")
-def test_behind_its_steps_a_process_ends_by_a_signal_as_before(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_after_its_steps_a_process_ends_by_a_signal(tmp_path: Path, monkeypatch: Patch) -> None:
     assert train_and_save(tmp_path, 2) == [0, 1]
     assert signal.getsignal(signal.SIGTERM) is signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     # What came before the script of a process that replaces a rank went by resume counts.
@@ -237,7 +229,7 @@ def train_and_save(folder: Path, until: int) -> list[int]:
 
 @pytest.mark.usefixtures("_own_signals")
 @pytest.mark.parametrize("end", ["killed", "full disk"])
-def test_a_save_that_an_attempt_did_not_finish_is_done_by_the_next_one(
+def test_an_unfinished_save_is_done_by_the_next_attempt(
     tmp_path: Path, monkeypatch: Patch, end: str
 ) -> None:
     alone, shared, kept = (tmp_path / name for name in ("alone", "shared", "kept"))
@@ -265,7 +257,7 @@ def test_a_save_that_an_attempt_did_not_finish_is_done_by_the_next_one(
 
 @pytest.mark.usefixtures("_own_signals")
 def test_a_run_of_another_script_or_of_other_arguments_is_not_done(
-    tmp_path: Path, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: Patch, caplog: LogCapture
 ) -> None:
     caplog.set_level("INFO")
 
@@ -291,9 +283,7 @@ def test_a_run_of_another_script_or_of_other_arguments_is_not_done(
 
 
 @pytest.mark.usefixtures("_own_signals")
-def test_where_a_save_in_the_background_was_lost_the_newest_step_is_saved(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_after_a_lost_save_the_newest_step_is_saved(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("FLEETPIPE_KEPT_STATE", str(tmp_path))
     train_and_save(tmp_path / "run", 7)
     # As if the thread that wrote it had been killed: the state of step 6 is not kept any more.

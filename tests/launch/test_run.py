@@ -12,7 +12,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -33,7 +32,7 @@ from fleetpipe.launch import script
 from fleetpipe.launch.substitution import in_place_of_paddles
 from tests.check_types import sources, tree
 from tests.fixtures import Capture, Launch, Patch
-from tests.launching import ROOT, Finished, command
+from tests.launching import ROOT, command
 from tests.pipelines import job, pipeline
 
 PADDLES = "paddle.distributed.fleet"
@@ -147,9 +146,7 @@ print(told(), sys.modules["__main__"].told is told, helper.__file__)
     ("end", "code"),
     [("", 0), ("sys.exit(7)", 7), ("sys.exit(False)", 0), ("raise OSError('no such thing')", 1)],
 )
-def test_a_script_sees_and_ends_what_it_would_under_python(
-    launch: Launch, end: str, code: int, tmp_path: Path
-) -> None:
+def test_a_script_runs_as_under_python(launch: Launch, end: str, code: int, tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "helper.py").write_text("")
     (tmp_path / "scripts" / "show.py").write_text(SHOW.format(end=end))
@@ -187,9 +184,7 @@ def done(command: list[str], folder: Path) -> tuple[str, int]:
 @pytest.mark.once_for("failing1")
 @pytest.mark.processes
 @pytest.mark.parametrize("failing", [(1,), (0, 1)])
-def test_an_error_is_shown_once_whichever_rank_has_it(
-    tmp_path: Path, failing: tuple[int, ...]
-) -> None:
+def test_an_error_is_shown_once(tmp_path: Path, failing: tuple[int, ...]) -> None:
     code = f"""
         import os, time
         if int(os.environ["PADDLE_TRAINER_ID"]) in {failing}:
@@ -207,7 +202,7 @@ def test_an_error_is_shown_once_whichever_rank_has_it(
 
 
 @pytest.mark.parametrize("brief", ["rank 1 raised x", None])
-def test_of_an_error_of_another_rank_a_line_is_shown(
+def test_an_error_of_another_rank_is_a_line(
     tmp_path: Path, brief: str | None, monkeypatch: Patch, capsys: Capture
 ) -> None:
     error = PeerFailed("rank 1 raised: x", got="from rank 1")
@@ -220,9 +215,7 @@ def test_of_an_error_of_another_rank_a_line_is_shown(
     assert shown == "fleetpipe: rank 1 raised x\n" if brief else "from rank 1" in shown
 
 
-def test_a_script_that_is_not_there_and_a_wrong_number_are_refused(
-    tmp_path: Path, capsys: Capture
-) -> None:
+def test_a_missing_script_and_a_wrong_number_are_refused(tmp_path: Path, capsys: Capture) -> None:
     assert main(["run", str(tmp_path / "missing.py")]) == 2
     assert "there is no file" in capsys.readouterr().err
     script = tmp_path / "train.py"
@@ -233,7 +226,7 @@ def test_a_script_that_is_not_there_and_a_wrong_number_are_refused(
 
 
 @pytest.mark.parametrize("command", ["run", "launch"])
-def test_ranks_start_in_one_of_two_ways(
+def test_ranks_fork_or_spawn(
     command: str, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     (tmp_path / "train.py").write_text("")
@@ -243,7 +236,7 @@ def test_ranks_start_in_one_of_two_ways(
 
 
 @pytest.mark.parametrize("name", ["module_of_jobs.train", "package_of_jobs"])
-def test_a_module_sees_what_python_m_gives_it(
+def test_a_module_runs_as_by_python(
     tmp_path: Path, monkeypatch: Patch, capsys: Capture, name: str
 ) -> None:
     shown = "__name__, __package__, __spec__.name, __file__, __cached__, __loader__.name"
@@ -265,9 +258,7 @@ def test_a_module_sees_what_python_m_gives_it(
     assert capsys.readouterr().out == by_python.stdout
 
 
-def test_a_module_that_is_not_there_is_refused(
-    tmp_path: Path, monkeypatch: Patch, capsys: Capture
-) -> None:
+def test_a_missing_module_is_refused(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["run", "--nproc", "2", "-m", "nowhere.train"]) == 2
     assert "there is no module nowhere.train" in capsys.readouterr().err
@@ -337,7 +328,7 @@ def test_warnings_may_be_errors() -> None:
     ("ranks", "told"), [(None, "from fleetpipe import fleet, for"), (2, "that of paddle.distrib")]
 )
 def test_a_stock_init_with_a_pipeline_layer_of_fleetpipes_is_named(
-    launch: Callable[..., Finished], ranks: int | None, told: str
+    launch: Launch, ranks: int | None, told: str
 ) -> None:
     imports = [
         "from paddle.distributed import fleet",
@@ -352,9 +343,7 @@ def test_a_stock_init_with_a_pipeline_layer_of_fleetpipes_is_named(
     paddle.device.is_compiled_with_cuda(), reason="the package for GPUs builds Paddle's own"
 )
 @pytest.mark.parametrize("order", [1, -1], ids=["fleetpipe first", "Paddle first"])
-def test_a_stock_pipeline_layer_in_a_job_of_fleetpipes_is_named(
-    launch: Callable[..., Finished], order: int
-) -> None:
+def test_a_stock_pipeline_layer_is_named(launch: Launch, order: int) -> None:
     imports = [
         "from fleetpipe import fleet",
         "from paddle.distributed.fleet.meta_parallel import LayerDesc, PipelineLayer",

@@ -83,7 +83,7 @@ def logs_in(folder: Path) -> list[str]:
         ),
     ],
 )
-def test_ranks_that_die_are_replaced_and_the_others_keep_their_place(
+def test_ranks_that_die_are_replaced(
     launcher: Launch, launch: Launch, tmp_path: Path, transport: str
 ) -> None:
     alone = launch(WORKER, None, args=["13"]).logs[0]
@@ -137,7 +137,7 @@ def test_evaluations_and_saves_in_which_ranks_die_are_those_of_an_undisturbed_ru
 
 
 @pytest.mark.processes
-def test_what_cannot_heal_is_started_again_and_says_why(
+def test_what_cannot_heal_is_started_again(
     launcher: Launch, launch: Launch, tmp_path: Path
 ) -> None:
     alone = launch(WORKER, None, args=["4"]).logs[0]
@@ -204,9 +204,7 @@ def wait_in_vain(home: Path) -> None:
         (lambda home: None, "as many processes were replaced as --max-restart allows"),
     ],
 )
-def test_the_launcher_says_why_it_replaces_no_process(
-    home: Path, capsys: Any, happens: Any, why: str
-) -> None:
+def test_why_no_process_is_replaced(home: Path, capsys: Any, happens: Any, why: str) -> None:
     happens(home)
     healer = Healer(home, most=0)
     held = healer.watch(RankProcess(1, Ended(-9), (), {}, None))
@@ -251,9 +249,7 @@ def test_a_generation_has_the_places_of_those_who_wait_for_it(home: Path) -> Non
     assert attempt_files.waiting_places(home, 2) == {0: 7}
 
 
-def test_processes_that_replace_ranks_await_those_that_began_before_them(
-    home: Path, monkeypatch: Patch
-) -> None:
+def test_processes_that_replace_ranks_await_earlier_ones(home: Path, monkeypatch: Patch) -> None:
     attempt_files.write_generation(home, Generation(3, {0: 3, 1: 1, 2: 2}))
     job: Any = SimpleNamespace(degrees=Degrees(pp=3), timeout=0.0)
     kept: Any = SimpleNamespace(newest_of_all=lambda: None)
@@ -287,7 +283,7 @@ def healing_of(job: Any, run: Any, home: Path, model: Any) -> Any:
         ({"drawn": True}, "a batch comes from a function"),
     ],
 )
-def test_a_batch_that_cannot_be_done_once_more_is_not(
+def test_a_batch_that_cannot_be_repeated_is_not(
     home: Path, batch: dict[str, Any], why: str
 ) -> None:
     job, model = Job(Degrees(), None, 1.0), Model()
@@ -303,7 +299,7 @@ def test_a_batch_that_cannot_be_done_once_more_is_not(
 
 
 @pytest.mark.parametrize(("step", "heals"), [(2, True), (3, False), (4, False)])
-def test_a_step_with_what_no_process_can_be_told_is_not_begun_anew(
+def test_a_step_that_cannot_be_repeated(
     home: Path, monkeypatch: Patch, step: int, heals: bool
 ) -> None:
     run = SimpleNamespace(step=step)
@@ -322,9 +318,7 @@ def test_a_step_with_what_no_process_can_be_told_is_not_begun_anew(
     assert (home / "unhealed.0").read_text() == "outputs of some ranks"
 
 
-def test_groups_that_cannot_be_made_anew_are_told_before_a_rank_dies(
-    home: Path, monkeypatch: Patch
-) -> None:
+def test_groups_that_cannot_be_made_anew_are_told_first(home: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr("fleetpipe.contrib.healing.survivor.communicates_over_host", lambda: False)
     healing_of(Job(Degrees(), None, 1.0), SimpleNamespace(step=3), home, Model())
     held = Healer(home, most=1).watch(RankProcess(1, Ended(-9), (), {}, None))
@@ -381,7 +375,7 @@ def test_variables_that_come_too_late_are_refused(monkeypatch: Patch) -> None:
     assert "OMP_NUM_THREADS" in str(caught.value)
 
 
-def test_what_meets_the_others_is_refused_in_a_process_that_has_not_joined_them(
+def test_a_process_that_has_not_joined_meets_nobody(
     home: Path,
 ) -> None:
     job = Job(Degrees(), None, 1.0)
@@ -444,9 +438,7 @@ def test_what_no_other_process_can_be_told_hinders_healing(monkeypatch: Patch) -
 
 
 @pytest.mark.processes
-def test_a_program_goes_on_with_the_bits_of_an_undisturbed_run(
-    launcher: Launch, tmp_path: Path
-) -> None:
+def test_a_program_that_heals_has_the_same_bits(launcher: Launch, tmp_path: Path) -> None:
     alone: list[str] = []
     with static_mode():
         program_worker.train(11, str(tmp_path / "alone"), alone.append)

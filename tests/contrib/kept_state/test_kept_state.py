@@ -22,7 +22,7 @@ from fleetpipe.contrib.kept_state.kept_state import KeptState
 from fleetpipe.errors import CheckpointError
 from fleetpipe.mesh.groups import SoleGroup
 from tests.checkpoint.ranks.test_ranks import LAYOUTS, Run, contents
-from tests.fixtures import Call
+from tests.fixtures import Call, LogCapture
 from tests.pipelines import job
 
 
@@ -91,7 +91,7 @@ def test_steps_behind_the_one_gone_back_to_are_done_and_kept_again(tmp_path: Pat
     assert kept.newest() == 3
 
 
-def test_a_state_of_another_form_takes_the_place_of_the_old_one_when_it_has_two_steps(
+def test_a_state_of_another_form_replaces_the_old_one(
     tmp_path: Path,
 ) -> None:
     training = Training()
@@ -180,7 +180,7 @@ def test_states_of_other_ranks_stay_until_two_steps_in_a_row_are_kept(tmp_path: 
 
 @pytest.mark.parametrize(("count", "said"), [(2, []), (3, ["a step has 6 samples now, not 4"])])
 def test_a_step_that_has_other_samples_with_other_ranks_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, count: int, said: list[str]
+    tmp_path: Path, caplog: LogCapture, count: int, said: list[str]
 ) -> None:
     training = Training()
     training.model.accumulate_steps = training.model.micro_batch_size = 2
@@ -276,9 +276,7 @@ def fewer(home: Path, steps: list[int]) -> list[Any]:
         return [newest, files, kept.newest(), kept.newest_of_all()]
 
 
-def test_states_of_more_ranks_stay_until_two_steps_of_fewer_are_kept(
-    on_ranks: Call, tmp_path: Path
-) -> None:
+def test_states_of_more_ranks_stay_for_two_steps_of_fewer(on_ranks: Call, tmp_path: Path) -> None:
     home = tmp_path / "pp and dp kept"
     on_ranks(write, 4, tmp_path, ["pp and dp"])
     assert newest_kept(home) == (2, 4, (2,))

@@ -39,9 +39,7 @@ def test_the_last_two_steps_are_there_for_whoever_opens_it(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("block", range(len(SIZES)))
-def test_a_step_that_was_not_finished_is_not_there_and_the_one_before_is(
-    tmp_path: Path, block: int
-) -> None:
+def test_a_step_that_was_not_finished_is_not_there(tmp_path: Path, block: int) -> None:
     own = Segment.create(tmp_path / "rank-0", None, SIZES, 10)
     for step in range(3):
         own.write(step, blocks(step), b"")

@@ -41,9 +41,7 @@ def test_its_own_tests_pass(project: Path) -> None:
     assert "5 passed" in done_in(project, *words)
 
 
-def test_two_processes_have_the_losses_of_one(
-    project: Path, tmp_path: Path, launcher: Launch
-) -> None:
+def test_two_ranks_have_the_losses_of_one(project: Path, tmp_path: Path, launcher: Launch) -> None:
     train = str(project / "train.py")
     options = ["--train.epochs=2"]
     shown = done_in(tmp_path, sys.executable, train, *options, "--folder=alone")

@@ -219,7 +219,7 @@ class Communicator:
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_ranks_that_all_send_first_do_not_wait_for_each_other(
+def test_ranks_that_all_send_first_go_on(
     count: int, sockets: Callable[..., list[SocketTransport]], monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(paddle_groups, "device_kind", lambda: "gpu")

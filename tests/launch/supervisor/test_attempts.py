@@ -214,9 +214,7 @@ def test_a_place_is_given_up_when_its_rank_fails_twice_without_a_step_between(
         ([died(0, 1), died(0, 1), died(0, 2), died(0, 2), died(0, 3), died(0, 3)], 65, "--least 2"),
     ],
 )
-def test_what_fails_on_any_place_ends_the_job(
-    verdicts: list[Verdict], code: int, said: str
-) -> None:
+def test_what_fails_anywhere_ends_the_job(verdicts: list[Verdict], code: int, said: str) -> None:
     then = followed(*verdicts)
     assert isinstance(then, EndJob)
     assert then.code == code
@@ -327,7 +325,7 @@ def test_a_killed_rank_is_named_with_its_signal_and_the_place_that_others_know(h
     )
 
 
-def test_the_code_is_that_of_the_error_and_not_of_how_the_launcher_ended_the_next(
+def test_the_exit_code_is_that_of_the_first_error(
     home: Home,
 ) -> None:
     home.rank(1, step=3, failure=replace(RAISED, rank=1), code=0)
@@ -349,7 +347,7 @@ def test_a_rank_that_raised_is_named_with_the_end_of_its_traceback(home: Home) -
     assert judge(home.path, 1, shown=0).shown
 
 
-def test_a_folder_without_room_for_what_ranks_tell_is_named_before_a_rank_writes(
+def test_a_folder_without_room_is_named_before_a_rank_writes(
     home: Home,
 ) -> None:
     def full(*_: int) -> None:

@@ -87,9 +87,7 @@ def test_a_job_is_started_again_but_no_step_a_third_time(launcher: Launch, tmp_p
     assert "MemoryError: cannot allocate 9 GiB" in ends[1]["details"]
 
 
-def test_without_the_process_that_starts_the_ranks_they_are_started_by_another(
-    launcher: Launch, tmp_path: Path
-) -> None:
+def test_the_process_that_starts_ranks_may_die(launcher: Launch, tmp_path: Path) -> None:
     happens = ["1.0=p4", "2.0=e5", "2.1=e5"]
     (tmp_path / "record").mkdir()
     told = launched(launcher, SCRIPT, "launch", arguments=happens, folder=tmp_path)
@@ -100,9 +98,7 @@ def test_without_the_process_that_starts_the_ranks_they_are_started_by_another(
     assert told.code == 0
 
 
-def test_an_error_that_no_restart_mends_is_not_tried_again(
-    launcher: Launch, tmp_path: Path
-) -> None:
+def test_a_permanent_error_is_not_tried_again(launcher: Launch, tmp_path: Path) -> None:
     told = launched(launcher, "import nowhere_to_be_found", "launch", folder=tmp_path)
     assert (told.code, told.said[-1]) == (
         1,
@@ -111,9 +107,7 @@ def test_an_error_that_no_restart_mends_is_not_tried_again(
     assert "ModuleNotFoundError: No module named 'nowhere_to_be_found'" in told.said[0]
 
 
-def test_wrong_numbers_and_several_hosts_are_refused_before_anything_starts(
-    tmp_path: Path, capsys: Capture
-) -> None:
+def test_wrong_numbers_and_several_hosts_are_refused(tmp_path: Path, capsys: Capture) -> None:
     script = tmp_path / "train.py"
     script.write_text("")
     wrong = "--nproc_per_node=0", "--max_restart=-1", "--grace=soon", "--grace=-1"
@@ -189,7 +183,7 @@ def supervise(ranks: Ranks, *numbers: int, **options: float) -> int:
         ([signal.SIGTERM, signal.SIGINT], 1, 1),
     ],
 )
-def test_the_first_asks_for_the_end_and_ctrl_c_after_it_has_it_at_once(
+def test_a_signal_asks_and_ctrl_c_ends(
     numbers: list[signal.Signals], given: int, killed: int
 ) -> None:
     ranks = Ranks(Verdict(137, culprit="rank 0 was ended"))
@@ -219,7 +213,7 @@ def test_a_signal_between_two_attempts_lets_no_other_begin() -> None:
     assert (ranks.started, ranks.stopped) == ([1], [])
 
 
-def test_fewer_ranks_that_end_for_the_sake_of_all_may_take_their_time_or_fail(
+def test_fewer_ranks_may_take_their_time_to_end_or_fail(
     monkeypatch: Patch,
 ) -> None:
     died = Verdict(137, step=3, culprit="rank 1 died", suspect=1)
@@ -249,9 +243,7 @@ def test_fewer_ranks_that_end_for_the_sake_of_all_may_take_their_time_or_fail(
     assert ranks.stopped == [signal.SIGTERM] * 4
 
 
-def test_each_rank_gets_a_signal_once_whenever_it_starts(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_each_rank_gets_a_signal_once(tmp_path: Path, monkeypatch: Patch) -> None:
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda *process: sent.append(process))
     pods = Mock()
@@ -277,9 +269,7 @@ def test_no_attempt_starts_whose_logs_have_no_room(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("saved", [None, 8])
-def test_what_ctrl_c_ended_is_said_and_recorded_as_interrupted(
-    capsys: Capture, saved: int | None
-) -> None:
+def test_what_ctrl_c_ended_is_recorded_so(capsys: Capture, saved: int | None) -> None:
     ranks = Ranks(Verdict(0 if saved else 137, saved, culprit="rank 0 was ended"))
     assert supervise(ranks, signal.SIGINT) == 130
     *_, last = capsys.readouterr().err.splitlines()
@@ -299,7 +289,7 @@ KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
         (KILLED, 137, "not a word of why"),
     ],
 )
-def test_one_that_ends_before_it_serves_is_one_error_with_its_last_words(
+def test_a_failed_start_is_one_error(
     tmp_path: Path, capfd: Capture, paddle: str, code: int, got: str
 ) -> None:
     (tmp_path / "paddle.py").write_text(paddle)

@@ -18,7 +18,7 @@ import paddle
 import pytest
 
 from tests.byhand import PROMPT, Ended, Ranks, started
-from tests.launching import Finished
+from tests.fixtures import Launch
 
 pytestmark = pytest.mark.processes
 
@@ -94,9 +94,7 @@ def test_a_rank_that_waits_inside_gloo_leaves_too(tmp_path: Path) -> None:
     assert ranks[0].at - moment("died.1") < PROMPT
 
 
-def test_under_the_launcher_nobody_waits_for_it(
-    launcher: Callable[..., Finished], tmp_path: Path
-) -> None:
+def test_under_the_launcher_nobody_waits(launcher: Launch, tmp_path: Path) -> None:
     job = launcher(TROUBLE, 2, args=["killed_while_waiting"], cwd=tmp_path, check=False)
     assert job.returncode != 0
     assert the_line("PeerFailed", job.logs[0]).startswith(": rank 1 died")
@@ -130,7 +128,7 @@ def test_a_stopped_rank_makes_the_others_time_out(tmp_path: Path) -> None:
     assert "PipelineTimeout" in ranks[1].log
 
 
-def test_a_rank_that_is_stopped_inside_gloo_is_waited_for_as_long_as_the_limit_says(
+def test_a_rank_that_is_stopped_inside_gloo_is_named(
     tmp_path: Path,
 ) -> None:
     with begin("stopped_inside_gloo", 2, tmp_path, timeout=4) as job:
@@ -225,9 +223,7 @@ def test_an_error_on_any_rank_is_told_on_all(tmp_path: Path) -> None:
         ("script_ends_early", "left: its process ended before its work was done", ""),
     ],
 )
-def test_the_other_rank_ends_with_the_message(
-    case: str, what: str, place: str, tmp_path: Path
-) -> None:
+def test_the_other_rank_says_why_it_ends(case: str, what: str, place: str, tmp_path: Path) -> None:
     ranks, _ = run(case, 2, tmp_path)
     assert ranks[0].code > 0
     assert the_line("PeerFailed", ranks[0].log) == f": rank 1 {what}"

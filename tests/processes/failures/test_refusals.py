@@ -240,9 +240,7 @@ def test_each_rank_refuses_before_it_waits_and_trains_afterwards(
         assert both[0]["losses"] == train(steps=3).losses
 
 
-def test_mixed_dtypes_at_a_boundary_end_the_batch_on_both_ranks_at_once(
-    on_ranks: Callable[..., Any], ranks: Any
-) -> None:
+def test_mixed_dtypes_end_the_batch_on_both_ranks(on_ranks: Callable[..., Any], ranks: Any) -> None:
     both = [found["at_a_boundary"] for found in ranks(on_ranks)]
     (kind, text), (own_kind, own_text) = (f["refused"]["mixed dtypes"] for f in both)
     assert own_kind == "BoundaryError"
@@ -377,9 +375,7 @@ def part(folder: str) -> list[tuple[str, float]]:
     return ends
 
 
-def test_ranks_that_part_end_at_once_with_both_calls(
-    on_ranks: Callable[..., list[Any]], tmp_path: Path
-) -> None:
+def test_ranks_that_part_end_at_once(on_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     for row, *ends in zip(PARTED, *on_ranks(part, 2, str(tmp_path))):
         for text, seconds in ends:
             assert text, row

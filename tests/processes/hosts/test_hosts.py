@@ -82,9 +82,7 @@ def test_a_short_cut_is_waited_out(hosts: tuple[Host, ...], tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("hosts", [4], indirect=True)
-def test_a_host_that_is_cut_off_is_named_within_the_limit(
-    hosts: tuple[Host, ...], tmp_path: Path
-) -> None:
+def test_a_host_that_is_cut_off_is_named(hosts: tuple[Host, ...], tmp_path: Path) -> None:
     limit = {"HOSTS_TIMEOUT": "4"}
     with started(hosts, WORKER, "4", "400", folder=tmp_path, env=limit) as job:
         job.wait_for("step2.0")
@@ -157,9 +155,7 @@ STARTER = WORKER.with_name("start_worker.py")
 
 
 @pytest.mark.parametrize("moment", ["connecting", "within a group", "within the first sum"])
-def test_a_cut_cable_ends_both_ranks_within_the_limit(
-    hosts: tuple[Host, ...], moment: str, tmp_path: Path
-) -> None:
+def test_a_cut_cable_ends_both_ranks(hosts: tuple[Host, ...], moment: str, tmp_path: Path) -> None:
     limit = {"START_TIMEOUT": "4"}
     arguments = (moment, "SIGSTOP", "1")
     with started(hosts, STARTER, *arguments, folder=tmp_path, env=limit) as job:

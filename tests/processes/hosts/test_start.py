@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import paddle
 import pytest
 
 from tests.byhand import PROMPT, Ended, started
-from tests.launching import Finished
+from tests.fixtures import Launch
 
 pytestmark = pytest.mark.processes
 
@@ -56,9 +55,7 @@ def trouble(folder: Path, number: str, *cases: tuple[str, int]) -> list[tuple[En
         [("within a group", 0), ("within the first sum", 1), ("ending", 0)],
     ],
 )
-def test_a_stopped_rank_is_named_within_the_limit(
-    cases: list[tuple[str, int]], tmp_path: Path
-) -> None:
+def test_a_stopped_rank_is_named_in_time(cases: list[tuple[str, int]], tmp_path: Path) -> None:
     for (moment, rank), (ended, seconds) in zip(cases, trouble(tmp_path, "SIGSTOP", *cases)):
         assert ended.code > 0, moment
         assert 3 < seconds < LIMIT + PROMPT, moment
@@ -77,7 +74,7 @@ def test_a_killed_rank_is_named_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(paddle.is_compiled_with_cuda(), reason="this Paddle begins by NCCL alone")
-def test_paddles_older_start_before_a_job_is_named(launch: Callable[..., Finished]) -> None:
+def test_paddles_older_start_before_a_job_is_named(launch: Launch) -> None:
     script = """
         import os, paddle
         del os.environ["PADDLE_DISTRI_BACKEND"]

@@ -20,7 +20,7 @@ from fleetpipe.transport import SocketTransport, base, connect, hosts, peer_conn
 from fleetpipe.transport.base import Limit, await_keys
 from fleetpipe.transport.handshake import connecting_side
 from fleetpipe.transport.wire.structure import VERSION
-from tests.fixtures import Patch
+from tests.fixtures import LogCapture, Patch
 from tests.transport.helpers import LIMIT, ThreadStore, forward, join_all
 
 pytestmark = pytest.mark.once
@@ -139,7 +139,7 @@ def test_hosts_decide_between_unix_and_tcp(monkeypatch: Patch) -> None:
     ) - near
 
 
-def test_loopback_tcp_within_a_host_closes_once_all_are_connected(
+def test_loopback_listeners_close_in_the_end(
     threads: ThreadPoolExecutor, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv("FLEETPIPE_FORCE_TCP", "1")
@@ -206,7 +206,7 @@ def test_a_rank_that_published_but_never_connected_is_named(threads: ThreadPoolE
         begin(threads, store, 0, timeout=0.3, address="127.0.0.1").result()
 
 
-def test_namespaces_of_one_store_do_not_meet_and_are_entered_once(
+def test_namespaces_do_not_meet_and_are_entered_once(
     threads: ThreadPoolExecutor,
 ) -> None:
     store = ThreadStore()
@@ -250,7 +250,7 @@ def test_strangers_do_no_harm(threads: ThreadPoolExecutor, said: bytes) -> None:
         stranger.close()
 
 
-def test_a_stranger_with_another_secret_is_dropped_without_an_answer(
+def test_another_secret_is_dropped_without_an_answer(
     threads: ThreadPoolExecutor,
 ) -> None:
     store = ThreadStore()
@@ -265,9 +265,7 @@ def test_a_stranger_with_another_secret_is_dropped_without_an_answer(
     finish(rank_0, join_rank_1(threads, store))
 
 
-def test_a_rank_left_over_from_an_earlier_life_is_named_once_and_does_no_harm(
-    threads: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_left_over_rank_is_named_once(threads: ThreadPoolExecutor, caplog: LogCapture) -> None:
     store = ThreadStore()
     rank_0 = waiting_rank(threads, store)
     for _ in range(2):
@@ -279,9 +277,7 @@ def test_a_rank_left_over_from_an_earlier_life_is_named_once_and_does_no_harm(
     assert caplog.messages == [said]
 
 
-def test_silent_strangers_are_dropped_in_time(
-    threads: ThreadPoolExecutor, monkeypatch: Patch
-) -> None:
+def test_silent_strangers_are_dropped(threads: ThreadPoolExecutor, monkeypatch: Patch) -> None:
     monkeypatch.setattr(peer_connections, "STRANGER_SECONDS", 0.2)
     store = ThreadStore()
     rank_0 = waiting_rank(threads, store)
@@ -292,7 +288,7 @@ def test_silent_strangers_are_dropped_in_time(
     finish(rank_0, join_rank_1(threads, store))
 
 
-def test_a_stranger_that_has_to_go_in_the_turn_in_which_it_speaks(
+def test_a_stranger_is_dropped_while_it_speaks(
     threads: ThreadPoolExecutor, monkeypatch: Patch
 ) -> None:
     busy, free = threading.Event(), threading.Event()

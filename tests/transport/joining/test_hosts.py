@@ -10,7 +10,7 @@ from fleetpipe import systems
 from fleetpipe.errors import TransportError
 from fleetpipe.job import paddle_groups
 from fleetpipe.transport import hosts
-from tests.fixtures import Patch
+from tests.fixtures import LogCapture, Patch
 
 pytestmark = pytest.mark.once
 
@@ -66,9 +66,7 @@ def test_a_name_that_leads_nowhere_is_refused() -> None:
     assert hosts.gloo_interface() == ("", "")
 
 
-def test_gloo_is_told_an_interface_unless_the_user_did(
-    monkeypatch: Patch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_gloo_is_told_an_interface(monkeypatch: Patch, caplog: LogCapture) -> None:
     launched(monkeypatch, "10.1.2.3:6170", "10.1.9.9:6170")
     paddle_groups._choose_interface()
     assert paddle_groups.os.environ["GLOO_SOCKET_IFNAME"] == "eth7"

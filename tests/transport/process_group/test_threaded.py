@@ -19,6 +19,7 @@ from tests.transport.helpers import LIMIT, backward, forward, same, sample
 
 pytestmark = pytest.mark.once
 
+Pair = list[ProcessGroupTransport]
 #: Seconds after which a transfer fails whose other side has not come; Gloo's 30.
 PATIENCE = 0.3
 
@@ -76,7 +77,7 @@ def pair(sockets: Callable[..., list[SocketTransport]]) -> Iterator[list[Process
         transport.close()
 
 
-def test_values_arrive_as_they_were_in_any_order(pair: list[ProcessGroupTransport]) -> None:
+def test_values_arrive_as_they_were_in_any_order(pair: Pair) -> None:
     one, other = pair
     value = {
         "x": [sample("float32", [2, 3]), sample("bfloat16", [4]), sample("bool", [])],
@@ -97,7 +98,7 @@ def test_values_arrive_as_they_were_in_any_order(pair: list[ProcessGroupTranspor
 
 
 def test_neither_a_receiver_nor_a_sender_that_computes_breaks_a_transfer(
-    pair: list[ProcessGroupTransport],
+    pair: Pair,
 ) -> None:
     one, other = pair
     one.send(1, forward(0), sample("float32", [2]))
@@ -108,7 +109,7 @@ def test_neither_a_receiver_nor_a_sender_that_computes_breaks_a_transfer(
     assert other.try_receive(0, forward(1))[0]
 
 
-def test_both_may_send_first(pair: list[ProcessGroupTransport]) -> None:
+def test_both_may_send_first(pair: Pair) -> None:
     def exchange(rank: int) -> bool:
         mine, keys = pair[rank], (forward, backward)
         for k in range(20):
@@ -121,7 +122,7 @@ def test_both_may_send_first(pair: list[ProcessGroupTransport]) -> None:
         assert list(threads.map(exchange, (0, 1))) == [True, True]
 
 
-def test_what_does_not_come_is_named(pair: list[ProcessGroupTransport]) -> None:
+def test_what_does_not_come_is_named(pair: Pair) -> None:
     one, other = pair
     assert other.try_receive(0, forward(0)) == (False, None)
     with pytest.raises(PipelineTimeout, match=r"F of edge 0>1, micro-batch 3 from rank 0"):
@@ -137,7 +138,7 @@ def test_what_does_not_come_is_named(pair: list[ProcessGroupTransport]) -> None:
         other.receive(0, forward(1), LIMIT)
 
 
-def test_an_interrupt_ends_a_wait(pair: list[ProcessGroupTransport]) -> None:
+def test_an_interrupt_ends_a_wait(pair: Pair) -> None:
     _, other = pair
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(other.receive, 0, forward(0), LIMIT)
@@ -149,9 +150,7 @@ def test_an_interrupt_ends_a_wait(pair: list[ProcessGroupTransport]) -> None:
         other.send(0, backward(0), sample("float32", [2]))
 
 
-def test_a_broken_transfer_is_told_at_both_ends(
-    pair: list[ProcessGroupTransport], monkeypatch: Patch
-) -> None:
+def test_a_broken_transfer_is_told_at_both_ends(pair: Pair, monkeypatch: Patch) -> None:
     def stop(*_: object) -> None:
         time.sleep(2 * PATIENCE)
         raise RuntimeError("timed out waiting for recv")

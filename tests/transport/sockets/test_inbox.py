@@ -35,6 +35,7 @@ from tests.fixtures import Patch
 from tests.transport.helpers import LIMIT, backward, forward, same, sample
 
 ROUTE = Route(forward(3), 1, 0)
+Ends = tuple[SocketTransport, socket.socket]
 
 
 def frame(announcement: bytes, payload: bytes, channel: int = 0, structure: int = 1) -> bytes:
@@ -56,7 +57,7 @@ def ends() -> Iterator[tuple[SocketTransport, socket.socket]]:
     transport.close()
 
 
-def damage(ends: tuple[SocketTransport, socket.socket], data: bytes) -> str:
+def damage(ends: Ends, data: bytes) -> str:
     """Returns the text of the error that ``data`` causes."""
     transport, theirs = ends
     theirs.sendall(data)
@@ -90,8 +91,8 @@ def test_frames_in_pieces(cuts: list[int], size: int) -> None:
     transport.close()
 
 
-def test_tensors_made_ahead_belong_to_one_message_each(
-    ends: tuple[SocketTransport, socket.socket],
+def test_tensors_made_ahead_belong_to_one_message(
+    ends: Ends,
 ) -> None:
     transport, theirs = ends
     theirs.sendall(frame(FOUR_BYTES, struct.pack("<f", 0.0)))
@@ -108,8 +109,8 @@ def sent_before(seconds: float, data: bytes) -> bytes:
     return data[: HEADER_BYTES - 8] + moment + data[HEADER_BYTES:]
 
 
-def test_the_quickest_of_the_largest_messages_that_were_waited_for_is_timed(
-    ends: tuple[SocketTransport, socket.socket],
+def test_the_quickest_of_the_largest_messages_is_timed(
+    ends: Ends,
 ) -> None:
     transport, theirs = ends
     eight_bytes = encode("", Structure(("tensor", "float64", (1,), True)), ROUTE)
@@ -130,7 +131,7 @@ def test_the_quickest_of_the_largest_messages_that_were_waited_for_is_timed(
     assert transport.flights() == {}
 
 
-def test_garbage_after_a_sound_frame(ends: tuple[SocketTransport, socket.socket]) -> None:
+def test_garbage_after_a_sound_frame(ends: Ends) -> None:
     ends[1].sendall(frame(FOUR_BYTES, b"\0\0\x80\x3f"))
     assert ends[0].receive(1, forward(3), LIMIT).tolist() == [1.0]
     message = damage(ends, b"GET / HTTP/1.1\r\nHost: www.example.org\r\nAccept: text/html\r\n\r\n")
@@ -138,7 +139,7 @@ def test_garbage_after_a_sound_frame(ends: tuple[SocketTransport, socket.socket]
     assert "the stream between messages from rank 1" in message
 
 
-def test_an_announcement_that_is_none(ends: tuple[SocketTransport, socket.socket]) -> None:
+def test_an_announcement_that_is_none(ends: Ends) -> None:
     message = damage(ends, frame(b"[1, 2", b""))
     assert "F of edge 0>1, micro-batch 3 from rank 1" in message
     assert "announcement is damaged" in message
@@ -155,9 +156,7 @@ def test_an_announcement_that_is_none(ends: tuple[SocketTransport, socket.socket
     ],
     ids=["payload", "unannounced", "structure", "channel", "nothing"],
 )
-def test_a_frame_that_does_not_fit_what_was_announced(
-    ends: tuple[SocketTransport, socket.socket], data: bytes
-) -> None:
+def test_a_frame_that_does_not_fit(ends: Ends, data: bytes) -> None:
     transport, theirs = ends
     theirs.sendall(data)
     if len(data) > 2 * HEADER_BYTES:
@@ -168,9 +167,7 @@ def test_a_frame_that_does_not_fit_what_was_announced(
 
 
 @pytest.mark.parametrize("length", [HEADER_BYTES - 1, HEADER_BYTES + 5, -1])
-def test_an_end_within_a_message_is_the_death_of_the_peer(
-    ends: tuple[SocketTransport, socket.socket], length: int
-) -> None:
+def test_an_end_within_a_message_is_a_death(ends: Ends, length: int) -> None:
     transport, theirs = ends
     theirs.sendall(frame(FOUR_BYTES, b"1234")[:length])
     theirs.close()
@@ -183,8 +180,8 @@ def test_an_end_within_a_message_is_the_death_of_the_peer(
         assert "a part of F of edge 0>1, micro-batch 3" in str(raised.value)
 
 
-def test_what_came_before_the_death_is_delivered(
-    ends: tuple[SocketTransport, socket.socket],
+def test_what_came_before_a_death_is_delivered(
+    ends: Ends,
 ) -> None:
     transport, theirs = ends
     theirs.sendall(frame(FOUR_BYTES, b"\0\0\x80\x3f") + frame(b"", b"\0\0\0\0")[:-2])

@@ -245,7 +245,7 @@ def test_two_waiting_senders_read_what_the_other_sends(sockets: Join) -> None:
     assert not failures
 
 
-def test_a_third_rank_that_sends_too_much_is_left_alone_until_it_is_waited_for(
+def test_a_third_rank_that_sends_too_much_is_not_read(
     sockets: Join,
 ) -> None:
     ranks = sockets(3, backlog=1 << 20)

@@ -249,9 +249,7 @@ def test_a_damaged_byte_is_noticed(position: int) -> None:
         ({"kind": ord("X")}, "another version"),
     ],
 )
-def test_a_sound_header_with_absurd_content_is_refused(
-    changes: dict[str, int], message: str
-) -> None:
+def test_absurd_content_of_a_header_is_refused(changes: dict[str, int], message: str) -> None:
     with pytest.raises(TransportError, match=message):
         unpack_header(pack_header(PLAIN._replace(**changes)))
 

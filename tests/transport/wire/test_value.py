@@ -363,7 +363,7 @@ def test_ranks_with_other_secrets_say_so_at_once(secrets: tuple[str, str]) -> No
     assert f"got: {articles[0]} secret on rank 0, {articles[1]} secret on rank 1" in str(errors[0])
 
 
-def test_the_secret_is_not_in_the_store_and_what_is_there_does_not_do(
+def test_the_secret_is_not_in_the_store(
     monkeypatch: Patch,
 ) -> None:
     store = ThreadStore()
