@@ -41,31 +41,34 @@ class Names:
         self.clip_factor = f"{self._prefix}clip"
 
     def fed(self, name: str) -> str:
-        """Returns the variable from which stages read the feed ``name`` of a micro-batch."""
+        """Names the variable from which stages read the feed ``name`` of a micro-batch."""
         return f"{self._prefix}fed.{name}"
 
     def incoming(self, stage: int, value: int) -> str:
-        """Returns the variable from which ``stage`` reads a value of an earlier stage."""
+        """Names the variable from which ``stage`` reads a value of an earlier stage."""
         return f"{self._prefix}{stage}.in.{value}"
 
     def outgoing(self, stage: int, value: int) -> str:
-        """Returns the variable in which ``stage`` puts a value that it computes."""
+        """Names the variable in which ``stage`` puts a value that it computes."""
         return f"{self._prefix}{stage}.out.{value}"
 
     def gradient(self, stage: int, value: int, target: int) -> str:
-        """Returns the variable of the gradient that ``target`` sends for a value of ``stage``."""
+        """Names the variable of the gradient that ``target`` sends for a value of ``stage``."""
         return f"{self._prefix}{stage}.grad.{value}.{target}"
 
     def incoming_gradient(self, stage: int, value: int) -> str:
-        """Returns the variable in which ``stage`` puts the gradient of an incoming value."""
+        """Names the variable in which ``stage`` puts the gradient of an incoming value."""
         return f"{self._prefix}{stage}.in.{value}.grad"
 
     def accumulator(self, parameter: str) -> str:
-        """Returns the variable in which the gradients of a parameter are summed."""
+        """Names the variable in which the gradients of a parameter are summed."""
         return f"{self._prefix}{parameter}.sum"
 
     def waiting(self, stage: int, number: int) -> str:
-        """Returns the variable in which I of ``stage`` saves its ``number``-th result for W."""
+        """Names the variable of the ``number``-th result that W of ``stage`` takes from its I.
+
+        A split backward has two actions: I for input gradients, W for gradients of parameters.
+        """
         return f"{self._prefix}{stage}.waiting.{number}"
 
 
@@ -380,7 +383,10 @@ def ranks_for(cut: Split, ranks: int | None, world_size: int, interleaved: int) 
 
 
 class BackwardProgram(NamedTuple):
-    """Paddle's program of one backward action of a stage: of B, I or W.
+    """Paddle's program of one backward action of a stage.
+
+    It is the full backward (B), or one half of a split backward: I for the gradients of inputs, W
+    for those of parameters.
 
     Attributes:
         program: The program; None if there is nothing to compute.
@@ -441,10 +447,10 @@ class StageProgram(Protocol):
     def accumulators(self) -> Mapping[str, str]: ...  # noqa: D102
 
     def incoming(self, value: int) -> str:
-        """Returns the variable from which the stage reads a value of an earlier stage."""
+        """Names the variable from which the stage reads a value of an earlier stage."""
 
     def outgoing(self, value: int) -> str:
-        """Returns the variable in which the stage puts a value that it computes."""
+        """Names the variable in which the stage puts a value that it computes."""
 
     def cut(self, exports: Iterable[int], kinds: Collection[str]) -> NativePrograms:
         """Returns the programs of the stage's actions.

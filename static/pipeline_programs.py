@@ -59,7 +59,7 @@ def note_parsed(description: bytes, parsed: Program) -> None:
 def refuse_second(program: Program) -> None:
     """Refuses to minimize a program twice: the second pipeline would replace the first."""
     _refuse_average(getattr(program, _AVERAGE, None))
-    pipeline, is_main = of_main(program)
+    pipeline, is_main = find_pipeline(program)
     if pipeline is not None and is_main and pipeline.job is current_job():
         raise ConfigError(
             "the program was minimized before: a static pipeline has one loss and one optimizer",
@@ -75,7 +75,7 @@ def note_average(program: Program, name: str) -> None:
         ConfigError: The program is a pipeline's.
     """
     setattr(program, _AVERAGE, name)
-    if of_main(program)[0] is not None:
+    if find_pipeline(program)[0] is not None:
         _refuse_average(name)
 
 
@@ -164,7 +164,7 @@ def is_attached(program: Program) -> bool:
     )
 
 
-def of_main(program: Program) -> tuple[StaticPipeline | None, bool]:
+def find_pipeline(program: Program) -> tuple[StaticPipeline | None, bool]:
     """Returns the pipeline of a program, and whether the program itself was minimized.
 
     Returns:
@@ -175,7 +175,7 @@ def of_main(program: Program) -> tuple[StaticPipeline | None, bool]:
     return pipeline, main is program
 
 
-def of_startup(program: Program) -> StaticPipeline | None:
+def pipeline_of_startup(program: Program) -> StaticPipeline | None:
     """Returns the pipeline that a startup program initialises; None for any other program."""
     startup, pipeline = getattr(program, _STARTUP, None) or (None, None)
     return pipeline if startup is program else None
@@ -191,7 +191,7 @@ def pipeline_of(program: Program = None) -> StaticPipeline:
         StateError: The program has no pipeline.
     """
     program = paddle.static.default_main_program() if program is None else program
-    pipeline, _ = of_main(program)
+    pipeline, _ = find_pipeline(program)
     if pipeline is None:
         raise StateError(
             "the program is no pipeline",

@@ -117,35 +117,35 @@ def _list(arguments: argparse.Namespace) -> int:
         try:
             contents = manifest.read_manifest(folder)
         except CheckpointError as error:
-            say(f"{step:>10}  damaged: {str(error).splitlines()[0]}")
+            print_escaped(f"{step:>10}  damaged: {str(error).splitlines()[0]}")
             continue
         size = sum(summary.size for summary in contents.files.values())
         metrics = "  ".join(f"{name}={value:g}" for name, value in contents.metrics.items())
         of_model = f"{len(contents.tensors):>6} tensors  {contents.model_hash[:SHORT]:{SHORT}}"
-        say(f"{step:>10}  {_size_text(size):>9}  {of_model}  {metrics}".rstrip())
+        print_escaped(f"{step:>10}  {_size_text(size):>9}  {of_model}  {metrics}".rstrip())
     for step, folder in run_folder.aside_steps(arguments.path):
-        say(f"{step:>10}  set aside: the run went back before it; {folder.name}")
+        print_escaped(f"{step:>10}  set aside: the run went back before it; {folder.name}")
     return 0
 
 
 def _show(arguments: argparse.Namespace) -> int:
     """Prints what the manifest of a step says."""
-    reader = manifest.read_manifest(run_folder.step_in(arguments.path, arguments.step))
-    say(f"step       {reader.step}")
-    say(f"written by {_pairs_text(reader.versions)}")
+    reader = manifest.read_manifest(run_folder.find_step(arguments.path, arguments.step))
+    print_escaped(f"step       {reader.step}")
+    print_escaped(f"written by {_pairs_text(reader.versions)}")
     layout = {axis: n for axis, n in reader.layout.items() if n > 1 or axis in _USUAL_AXES}
-    say(f"layout     {_pairs_text(layout)} (any other reads it)")
-    say(f"optimizer  {reader.optimizer or 'none'}")
-    say(f"hash       {reader.model_hash or 'none: fleetpipe hash computes it'}")
+    print_escaped(f"layout     {_pairs_text(layout)} (any other reads it)")
+    print_escaped(f"optimizer  {reader.optimizer or 'none'}")
+    print_escaped(f"hash       {reader.model_hash or 'none: fleetpipe hash computes it'}")
     if reader.metrics:
-        say(f"metrics    {_pairs_text(reader.metrics)}")
+        print_escaped(f"metrics    {_pairs_text(reader.metrics)}")
     for group in GROUPS:
         entries = {n.name: e for n, e in reader.tensors.items() if n.group == group}
         if entries:
             size = sum(entry.tensor.nbytes for entry in entries.values())
-            say(f"{group}: {len(entries)} tensors, {_size_text(size)}")
+            print_escaped(f"{group}: {len(entries)} tensors, {_size_text(size)}")
         for name, entry in entries.items():
-            say(f"  {name:40} {entry.tensor.dtype:8} {list(entry.tensor.shape)}")
+            print_escaped(f"  {name:40} {entry.tensor.dtype:8} {list(entry.tensor.shape)}")
     return 0
 
 
@@ -156,9 +156,9 @@ def _verify(arguments: argparse.Namespace) -> int:
     """
     if arguments.step is None and not (arguments.path / manifest.MANIFEST).is_file():
         folders = [*run_folder.complete_steps(arguments.path).values()]
-        folders = folders or [run_folder.step_in(arguments.path, None)]
+        folders = folders or [run_folder.find_step(arguments.path, None)]
     else:
-        folders = [run_folder.step_in(arguments.path, arguments.step)]
+        folders = [run_folder.find_step(arguments.path, arguments.step)]
     worst = 0
     for folder in folders:
         inode_before, model_hash = _inode_of(folder), ""
@@ -170,11 +170,13 @@ def _verify(arguments: argparse.Namespace) -> int:
         except CheckpointError as error:
             errors = [error]
         if errors and _inode_of(folder) != inode_before:
-            say(f"{folder.name}: removed or replaced meanwhile, as a job does that saves here")
+            print_escaped(
+                f"{folder.name}: removed or replaced meanwhile, as a job does that saves here"
+            )
             continue
         for damage in errors:
-            say(damage)
-        say(f"{folder.name}: {'damaged' if errors else f'whole{model_hash}'}")
+            print_escaped(damage)
+        print_escaped(f"{folder.name}: {'damaged' if errors else f'whole{model_hash}'}")
         worst = max(worst, int(bool(errors)))
     return worst
 
@@ -187,9 +189,9 @@ def _inode_of(folder: Path) -> int:
 def _diff(arguments: argparse.Namespace) -> int:
     """Prints the differences of two steps; returns 1 if there are any, else 0."""
     paths = (arguments.path, arguments.other)
-    readers = [StepReader(run_folder.step_in(path, arguments.step)) for path in paths]
+    readers = [StepReader(run_folder.find_step(path, arguments.step)) for path in paths]
     lines = differences(*readers)
-    say("\n".join(lines) if lines else "all tensors have the same bits")
+    print_escaped("\n".join(lines) if lines else "all tensors have the same bits")
     return int(bool(lines))
 
 
@@ -201,13 +203,13 @@ def _merge(arguments: argparse.Namespace) -> int:
             f"merge writes a .safetensors or a .pdparams file (={target.name})",
             fix="give the file one of these endings",
         )
-    reader = StepReader(run_folder.step_in(arguments.path, arguments.step))
+    reader = StepReader(run_folder.find_step(arguments.path, arguments.step))
     reader.check((MODEL,))
     if target.suffix == ".safetensors":
         merge(reader, target)
     else:
         _convert_module().write_parameters(reader.folder, target)
-    say(f"{reader.folder.name}: {_size_text(target.stat().st_size)} in {target}")
+    print_escaped(f"{reader.folder.name}: {_size_text(target.stat().st_size)} in {target}")
     return 0
 
 
@@ -233,7 +235,7 @@ def _convert(arguments: argparse.Namespace) -> int:
             got=str(error),
             fix="make room, or choose a folder in which files can be made",
         ) from error
-    say(written)
+    print_escaped(written)
     return 0
 
 
@@ -267,7 +269,7 @@ def _size_text(count: float) -> str:
     return f"{count:.3g} {_UNITS[-1]}"
 
 
-def say(text: object) -> None:
+def print_escaped(text: object) -> None:
     """Prints text that may contain names from a file; control characters are escaped."""
     print(printable(str(text)))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fleetpipe.arguments import using
-from fleetpipe.checkpoint.checkpoint_commands import FORMATS, say
+from fleetpipe.checkpoint.checkpoint_commands import FORMATS, print_escaped
 from fleetpipe.checkpoint.contents.parts import MODEL
 from fleetpipe.checkpoint.files import run_folder, tensors
 from fleetpipe.checkpoint.files.manifest import StepReader, hash_lines, hash_of, tensor_digest
@@ -56,11 +56,11 @@ def run(arguments: argparse.Namespace) -> int:
     for path in arguments.paths:
         digests = digests_in(Path(path), arguments.source_format)
         if arguments.by_name:
-            say("\n".join(hash_lines(digests)))
-        say(f"{hash_of(digests)}  {path}")
+            print_escaped("\n".join(hash_lines(digests)))
+        print_escaped(f"{hash_of(digests)}  {path}")
         models.append((path, digests))
     for number, (path, digests_of_model) in enumerate(models[1:], 1):
-        say(f"{path}: {_compare_with_earlier(digests_of_model, models[:number])}")
+        print_escaped(f"{path}: {_compare_with_earlier(digests_of_model, models[:number])}")
     return 0
 
 
@@ -133,7 +133,7 @@ def _digests_in_folder(path: Path, source_format: str | None) -> dict[str, str]:
     ``source_format`` is the format of the folder; None recognizes it by its files.
     """
     if source_format in (None, "fleetpipe") and run_folder.is_checkpoint(path):
-        reader = StepReader(run_folder.step_in(path))
+        reader = StepReader(run_folder.find_step(path))
         reader.check((MODEL,))
         entries = reader.manifest.tensors.items()
         files = {entry.file for name, entry in entries if name.group == MODEL}
@@ -152,7 +152,7 @@ def _digests_of_checkpoint(checkpoint: Any) -> dict[str, str]:
 
     ``contrib.formats`` has opened the checkpoint.
     """
-    return {name: tensor.digest() for name, tensor in checkpoint.of(MODEL).items()}
+    return {name: tensor.digest() for name, tensor in checkpoint.tensors_of(MODEL).items()}
 
 
 def _digests_in_file(path: Path) -> dict[str, str]:

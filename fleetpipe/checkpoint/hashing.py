@@ -47,7 +47,7 @@ def model_hash(model: Layer | Program | SavedModel, names: Names = None) -> str:
         tensors_here = Objects(model, names=names).required_model().local_tensors()
         local.update({name: one for name, one in tensors_here.items() if name.group == MODEL})
         # The digest of a part is computed as if the part were a tensor.
-        return Inventory.of(local).to_json(), [
+        return Inventory.describe(local).to_json(), [
             tensor_digest(LocalTensor(one.tensor).described, [writer.bytes_of_tensor(one)])
             for one in local.values()
         ]
@@ -117,14 +117,14 @@ def _digests_of_split(
 
     if ranks.rank:
         sent = [n for n, (_, shares) in split.items() for s in shares if s.writer == ranks.rank]
-        ranks.give(map(bytes_here, sent))
+        ranks.send_parts(map(bytes_here, sent))
         return {}
     digests = {}
     for name, (tensor, shares) in split.items():
         memory = memoryview(bytearray(tensor.nbytes))
         for region, rank in shares:
             if rank:
-                values = writer.bytes_of_tensor(LocalTensor(ranks.take(rank)))
+                values = writer.bytes_of_tensor(LocalTensor(ranks.receive_part(rank)))
             else:
                 values = bytes_here(name)
             for run in tensors.byte_runs(tensor.shape, tensor.itemsize, region):

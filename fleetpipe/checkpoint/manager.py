@@ -129,7 +129,7 @@ class CheckpointManager:
         self._saver.settle(wait=due)
         if not due:
             return None
-        self._retention.require(metrics)
+        self._retention.require_metric(metrics)
         objects = self._objects(model, optimizer, lr_scheduler, scaler, data, state)
         job = current_job()
         with nullcontext() if job is None else job.progress.saving(int(step)):

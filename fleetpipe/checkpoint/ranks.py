@@ -103,7 +103,7 @@ class Ranks:
         return {axis: 1 if degrees is None else degrees.split(axis) for axis in AXES}
 
     @property
-    def axes_that_narrow(self) -> tuple[str, ...]:
+    def shrinkable_axes(self) -> tuple[str, ...]:
         """The axes along which the job may restart with fewer ranks, the first to shrink first."""
         return ("dp", "pp") if self.job is not None and self.job.degrees.dp_open else ("pp",)
 
@@ -160,8 +160,8 @@ class Ranks:
             del cause  # its traceback has this frame, and so what `act` refers to
         return [value for _, value in answers]
 
-    def give(self, parts: Iterable[memoryview]) -> None:
-        """Sends parts of a checkpoint to rank 0, one after the other; rank 0 calls :meth:`take`.
+    def send_parts(self, parts: Iterable[memoryview]) -> None:
+        """Sends parts of a checkpoint to rank 0, one by one, which calls :meth:`receive_part`.
 
         Raises:
             PeerFailed: Rank 0 died.
@@ -173,8 +173,8 @@ class Ranks:
             transport.send(0, _PART, sent)
             transport.flush(limit)
 
-    def take(self, rank: int) -> Tensor:
-        """Receives the bytes of the next part that ``rank`` sends by :meth:`give`, as a Tensor.
+    def receive_part(self, rank: int) -> Tensor:
+        """Receives the next part that ``rank`` sends by :meth:`send_parts`, as a tensor of bytes.
 
         Raises:
             PeerFailed: The rank died.

@@ -9,13 +9,7 @@ from typing import Any, NamedTuple
 
 from fleetpipe.checkpoint.contents import training_state
 from fleetpipe.checkpoint.contents.objects import Objects, trees_for_rank
-from fleetpipe.checkpoint.contents.parts import (
-    MODEL,
-    STATE,
-    SavedPart,
-    TensorName,
-    without_copies,
-)
+from fleetpipe.checkpoint.contents.parts import MODEL, STATE, SavedPart, TensorName, without_copies
 from fleetpipe.checkpoint.contents.training_state import TrainingState
 from fleetpipe.checkpoint.files import writer
 from fleetpipe.checkpoint.files.manifest import SavedStep, StepReader

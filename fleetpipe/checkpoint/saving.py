@@ -179,7 +179,7 @@ class Saver:
         current_script()
         #: Whether the drafts of earlier attempts were removed.
         self._cleaned = False
-        self.owner: FolderOwner | None = FolderOwner.of(retention.run_directory)
+        self.owner: FolderOwner | None = FolderOwner.for_folder(retention.run_directory)
         #: The job, and its ranks that do not see the folder of rank 0; None before the first save.
         self._ranks_without_folder: tuple[Job | None, list[int]] | None = None
 
@@ -224,9 +224,9 @@ class Saver:
             state = objects.training_state(model).collect()
             if objects.state is not None:
                 state[STATE] = script.trees()
-            state["extra"] = training_state.plain(extra, "extra")
+            state["extra"] = training_state.as_json(extra, "extra")
             return self._facts_for_ranks(
-                ranks, step, f"{kind} {Inventory.of(local).to_json()}", state
+                ranks, step, f"{kind} {Inventory.describe(local).to_json()}", state
             )
 
         everyone = ranks.together(activity, facts)
@@ -239,7 +239,7 @@ class Saver:
                 prepared.manifest,
                 step=step,
                 files=described_files(plan, texts),
-                metrics=training_state.plain(metrics, "metrics"),
+                metrics=training_state.as_json(metrics, "metrics"),
                 script=everyone[0]["script"],
                 allowed=() if ranks.job is None else tuple(ranks.job.allow.used),
             )
@@ -382,7 +382,7 @@ class Saver:
         # The digest of a rank changes with the names, shapes and dtypes of its tensors.
         key = (ranks.job, *(facts["digest"] for facts in everyone))
         if key not in self._plans:
-            texts = ranks.together(activity, lambda: Inventory.of(local).to_json())
+            texts = ranks.together(activity, lambda: Inventory.describe(local).to_json())
             plan = plan_files([Inventory.from_json(text) for text in texts])
             versions = {"fleetpipe": __version__, "paddle": VERSION}
             # What differs between steps, the caller fills in.

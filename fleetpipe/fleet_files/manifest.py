@@ -119,7 +119,7 @@ class LayerSave(NamedTuple):
     digests: Mapping[str, str]
 
     def path(self, name: str) -> Path:
-        """Returns the path of a file.
+        """Returns the path of a file of the save.
 
         Raises:
             CheckpointError: The file is missing.

@@ -290,14 +290,14 @@ _Machine.dispatch = _Operations(
 
 
 def _unbuilt_dtype(code: Pickled, *_: object) -> _Unbuilt:
-    """Replaces ``numpy.dtype``: returns a dtype whose byte order is in its state."""
+    """Replaces ``numpy.dtype`` in a pickle: begins a dtype, whose byte order comes later."""
     if type(code) is not str or code not in _DTYPES:
         raise Refused(f"an array of dtype {str(code)[:40]!r}")
     return _Unbuilt(lambda state: np.dtype(code).newbyteorder(state[1]))
 
 
 def _unbuilt_array(*_: object) -> _Unbuilt:
-    """Replaces NumPy's ``_reconstruct``: returns an array whose contents are in its state."""
+    """Replaces NumPy's ``_reconstruct`` in a pickle: begins an array, whose contents come later."""
     return _Unbuilt(_build_array)
 
 
@@ -336,7 +336,7 @@ def _encoded_bytes(text: str = "", encoding: str = "latin1") -> bytes:
 
 
 def _named_tensor(pair: Pickled) -> _Unbuilt:
-    """Replaces ``tuple`` of a pair, by which Paddle saves a tensor with its name: the array."""
+    """Replaces ``tuple``, by which Paddle saves a pair of name and array; returns the array."""
     name, array = pair
     if not isinstance(name, str) or not isinstance(array, _Unbuilt):
         raise Refused("a tuple that is no tensor")
@@ -344,10 +344,9 @@ def _named_tensor(pair: Pickled) -> _Unbuilt:
 
 
 def _static_tensor(expression: Pickled, names: Pickled) -> _Unbuilt:
-    """Replaces ``eval``, of which Paddle saves one call, ``eval("data", {"data": array})``.
+    """Replaces ``eval``: returns the array of the one call that Paddle saves.
 
-    Returns:
-        The array. Any other expression is refused.
+    It is ``eval("data", {"data": array})``; any other expression is refused.
     """
     if expression != "data" or not isinstance(names["data"], _Unbuilt):
         raise Refused("an expression to evaluate")
@@ -356,7 +355,7 @@ def _static_tensor(expression: Pickled, names: Pickled) -> _Unbuilt:
 
 
 def _refuse_array_type(*_: object) -> Pickled:
-    """Replaces ``numpy.ndarray``, which a pickle has as an argument and may not call."""
+    """Stands for ``numpy.ndarray``, which a pickle of an array names and may not call."""
     raise Refused("a call of the type of arrays")
 
 

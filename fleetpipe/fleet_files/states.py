@@ -81,17 +81,17 @@ def load(path: str | os.PathLike[str]) -> dict[str, Nest]:
     Raises:
         CheckpointError: The file is missing, unreadable, or holds something else.
     """
-    contents: dict[str, Nest] = _with_tensors(arrays(path), {})
+    contents: dict[str, Nest] = _with_tensors(load_arrays(path), {})
     return contents
 
 
-def arrays(path: str | os.PathLike[str]) -> dict[str, Nest]:
+def load_arrays(path: str | os.PathLike[str]) -> dict[str, Nest]:
     """Reads a file as :func:`load` does, with arrays in place of tensors; bfloat16 as uint16.
 
     Raises:
         CheckpointError: As for :func:`load`.
     """
-    return _read_dict(path)[0]
+    return _read_guarded(path, _pickled_dict)[0]
 
 
 def counted_names(path: str | os.PathLike[str]) -> list[tuple[str, str]]:
@@ -102,11 +102,11 @@ def counted_names(path: str | os.PathLike[str]) -> list[tuple[str, str]]:
     Raises:
         CheckpointError: As for :func:`load`.
     """
-    return [*_read_dict(path)[1].items()]
+    return [*_read_guarded(path, _pickled_dict)[1].items()]
 
 
-def mapped(path: str | os.PathLike[str]) -> dict[str, Nest]:
-    """Reads a file as :func:`arrays` does, but large arrays are memory-mapped.
+def load_mapped(path: str | os.PathLike[str]) -> dict[str, Nest]:
+    """Reads a file as :func:`load_arrays` does, but large arrays are memory-mapped.
 
     Their values are read when they are used.
 
@@ -123,7 +123,7 @@ def mapped(path: str | os.PathLike[str]) -> dict[str, Nest]:
     }
 
 
-def record(path: str | os.PathLike[str], kinds: Collection[str]) -> pickled.PickledObject:
+def load_record(path: str | os.PathLike[str], kinds: Collection[str]) -> pickled.PickledObject:
     """Reads a single object that ``paddle.save`` wrote, without importing its class.
 
     Args:
@@ -145,11 +145,6 @@ def record(path: str | os.PathLike[str], kinds: Collection[str]) -> pickled.Pick
         return contents
 
     return _read_guarded(path, read_record)
-
-
-def _read_dict(path: str | os.PathLike[str]) -> tuple[dict[str, Nest], dict[str, str]]:
-    """Returns the result of :func:`_pickled_dict` on a file."""
-    return _read_guarded(path, _pickled_dict)
 
 
 def _read_guarded(path: str | os.PathLike[str], read: Callable[[BinaryIO], Contents]) -> Contents:

@@ -28,7 +28,7 @@ from fleetpipe.paddle_api.static import (
     is_decorated,
     is_pir,
     numpy_dtype_name,
-    recomputing,
+    unwrap_recompute,
 )
 from fleetpipe.representation import shows
 from fleetpipe.schedules import Schedule
@@ -38,7 +38,7 @@ from fleetpipe.static import ir, saved_state
 from fleetpipe.static.cut import GraphReader, Split, ranks_for, split
 from fleetpipe.static.graph import Item
 from fleetpipe.static.pipeline_programs import attach, refuse_second
-from fleetpipe.static.run.feeding import merge
+from fleetpipe.static.run.feeding import merge_feeds
 from fleetpipe.static.run.pipeline import StaticPipeline
 
 #: ``begin(degrees, config)`` begins the job, or returns the current job if it has these degrees.
@@ -159,9 +159,7 @@ class StaticOptimizer:
             )
         degrees, chunks = self._resolve_degrees(cut)
         schedule = self._config.schedule_for(degrees.pp, chunks, cut.edges)
-        _refuse_slices(schedule)
-        if not is_pir(program):
-            _refuse_split_backward(schedule)
+        _refuse_schedule(schedule, program)
         job = self._begin(degrees, self._config)
         require_optimizer(self.wrapped, job)
         if self._config.loss_reduction == "tokens":
@@ -238,26 +236,22 @@ def amp_refusal() -> ConfigError:
     )
 
 
-def _refuse_slices(schedule: Schedule) -> None:
-    """Refuses a schedule with sequence chunks."""
+def _refuse_schedule(schedule: Schedule, program: Program) -> None:
+    """Refuses a schedule of sequence chunks; for an older Program, one that splits the backward."""
+    stock = "schedule_mode 1F1B, FThenB, Eager1F1B or Interleaved1F1B"
     if schedule.slices > 1:
         raise ConfigError(
             f"a static pipeline does not run {schedule.name}, which cuts sequences into slices",
             cause="a program cannot keep keys and values between slices",
-            fix="schedule_mode 1F1B, FThenB, Eager1F1B or Interleaved1F1B",
+            fix=stock,
         )
-
-
-def _refuse_split_backward(schedule: Schedule) -> None:
-    """Refuses a schedule that splits the backward into I and W, for an older Program."""
     kinds = {action.kind for row in schedule.actions for item in row for action in parts(item)}
-    if not kinds <= {"F", "B"}:
+    if not is_pir(program) and not kinds <= {"F", "B"}:
         raise ConfigError(
             f"a pipeline of an older Program does not run {schedule.name}, which splits the "
             "backward",
             cause="only programs of Paddle's newer IR, PIR, can be cut there",
-            fix="schedule_mode 1F1B, FThenB, Eager1F1B or Interleaved1F1B, or Paddle 3.3 without "
-            "FLAGS_enable_pir_api=0",
+            fix=f"{stock}, or Paddle 3.3 without FLAGS_enable_pir_api=0",
         )
 
 
@@ -291,7 +285,7 @@ def unwrap(
     Raises:
         ConfigError: Recompute is switched on without checkpoints, or with offloading.
     """
-    optimizer, checkpoints, offload = recomputing(optimizer)
+    optimizer, checkpoints, offload = unwrap_recompute(optimizer)
     if strategy.recompute:
         configs = strategy.recompute_configs
         checkpoints = [*(checkpoints or ()), *configs["checkpoints"]]
@@ -498,5 +492,5 @@ def items_for(program: Program, feed: object) -> Iterator[Item] | None:
             fix="loader.start() before each epoch, loader.reset() after it; or feed by hand",
         )
     if len(started) > 1:
-        return (merge(dicts) for dicts in zip(*started))
+        return (merge_feeds(dicts) for dicts in zip(*started))
     return started[0] if started else None

@@ -39,12 +39,12 @@ from fleetpipe.static import saved_state
 from fleetpipe.static.entry.optimizer import StaticOptimizer, amp_refusal, items_for
 from fleetpipe.static.graph import stage_of_device
 from fleetpipe.static.pipeline_programs import (
+    find_pipeline,
     is_attached,
     note_average,
     note_clone,
     note_parsed,
-    of_main,
-    of_startup,
+    pipeline_of_startup,
     refuse_appended,
     refuse_foreign,
 )
@@ -70,9 +70,14 @@ def replacements() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         for program_class in program_classes():
             yield program_class, name, _replacement_of(vars(program_class)[name], method)
     for module, name in WHOLE_PROGRAM_STATE:
-        yield module, name, _refusing_pipeline_state(vars(module)[name], name)
+        refuse = functools.partial(_refuse_pipeline_state, name)
+        yield module, name, _replacement_of(vars(module)[name], refuse)
     for average in AVERAGES:
-        yield average, "__init__", _refusing_average(average.__init__, average.__name__)
+        yield average, "__init__", _replacement_of(average.__init__, _begin_average)
+    for place, serve in _HOOKS:
+        yield place, serve.__name__, _replacement_of(getattr(place, serve.__name__), serve)
+    parse = _replacement_of(OlderProgram.parse_from_string, _parse_from_string)
+    yield OlderProgram, "parse_from_string", staticmethod(parse)
 
 
 def _replacement_of(original: Callable[..., Any], serve: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,7 +128,7 @@ def load(
         CheckpointError: The file is missing, is not in Paddle's format, or has other stages;
             nothing was changed.
     """
-    if of_main(program)[0] is None:
+    if find_pipeline(program)[0] is None:
         original(program, model_path, executor, var_list)
     else:
         saved_state.load(model_path, program)
@@ -159,7 +164,7 @@ def set_program_state(
     original: Callable[..., object], program: Program, state_dict: Mapping[str, Any]
 ) -> None:
     """Replaces ``paddle.static.set_program_state``: sets the variables of this process's stages."""
-    pipeline, _ = of_main(program)
+    pipeline, _ = find_pipeline(program)
     if pipeline is None:
         original(program, state_dict)
     else:
@@ -232,7 +237,7 @@ def set_state_dict(
     scope: Scope = None,
 ) -> None:
     """Replaces ``Program.set_state_dict``: sets the variables of this process's stages."""
-    pipeline, _ = of_main(program)
+    pipeline, _ = find_pipeline(program)
     if pipeline is None:
         original(program, state_dict, *(() if scope is None else (scope,)))
         return
@@ -278,96 +283,62 @@ def _pipeline_to_read(program: Program, scope: Scope = None) -> StaticPipeline |
     Raises:
         ConfigError: The program is no pipeline's, and takes variables that other ranks have.
     """
-    pipeline, _ = of_main(program)
+    pipeline, _ = find_pipeline(program)
     if pipeline is None:
         refuse_foreign(program, scope)
     return pipeline
 
 
-def _refusing_pipeline_state(original: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Returns a replacement of a function of Paddle's that refuses a pipeline's program.
+def _refuse_pipeline_state(
+    name: str, original: Callable[..., Any], *arguments: Any, **named: Any
+) -> Any:
+    """Replaces a function of Paddle's that saves or loads a whole program: refuses a pipeline's.
 
     It accepts variables of this process that the script names. If one process plays all ranks, it
-    accepts a copy of the program, which has no optimizer.
-
-    Args:
-        original: Paddle's function, which saves or loads the state of a whole program.
-        name: The function's name.
+    accepts a copy of the program, which has no optimizer. ``name`` is the function's name.
     """
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def call(*arguments: Any, **named: Any) -> Any:
-        bound = signature.bind(*arguments, **named).arguments
-        bound.update(bound.get("kwargs", {}))
-        chosen = bound.get("main_program") or bound.get("program")
-        pipeline, is_main = of_main(program_within(chosen or static.default_main_program()))
-        if pipeline is not None:
-            wanted = {getattr(variable, "name", variable) for variable in bound.get("vars") or ()}
-            is_copy = pipeline.local and (not is_main or "serialize" in name)
-            is_here = bool(wanted) and pipeline.elsewhere.isdisjoint(wanted)
-            if not is_copy and not is_here:
-                raise ConfigError(
-                    f"{name} takes the state of a whole program, and a pipeline's is elsewhere: "
-                    "the optimizer's beside it, the parameters on all ranks",
-                    fix="paddle.static.save(program, path) and paddle.static.load(program, path) "
-                    "on every rank; or name variables of this rank, vars=[..]",
-                )
-        return original(*arguments, **named)
-
-    return call
+    bound = inspect.signature(original).bind(*arguments, **named).arguments
+    bound.update(bound.get("kwargs", {}))
+    pipeline, is_main = find_pipeline(_chosen(bound.get("main_program") or bound.get("program")))
+    if pipeline is not None:
+        wanted = {getattr(variable, "name", variable) for variable in bound.get("vars") or ()}
+        is_copy = pipeline.local and (not is_main or "serialize" in name)
+        is_here = bool(wanted) and pipeline.elsewhere.isdisjoint(wanted)
+        if not is_copy and not is_here:
+            raise ConfigError(
+                f"{name} takes the state of a whole program, and a pipeline's is elsewhere: "
+                "the optimizer's beside it, the parameters on all ranks",
+                fix="paddle.static.save(program, path) and paddle.static.load(program, path) "
+                "on every rank; or name variables of this rank, vars=[..]",
+            )
+    return original(*arguments, **named)
 
 
-def _refusing_average(original: Callable[..., None], name: str) -> Callable[..., None]:
-    """Returns a replacement of an average's constructor that refuses a pipeline's program.
+def _begin_average(
+    original: Callable[..., None], average: Any, *arguments: Any, **named: Any
+) -> None:
+    """Replaces the constructor of an average of parameters: refuses a pipeline's program.
 
     Another program is marked, so that it cannot become a pipeline's later.
-
-    Args:
-        original: The constructor of the class.
-        name: The name of Paddle's class, which averages parameters over steps.
     """
-
-    @functools.wraps(original)
-    def construct(*arguments: Any, **named: Any) -> None:
-        if not paddle.in_dynamic_mode():
-            note_average(static.default_main_program(), name)
-        original(*arguments, **named)
-
-    return construct
+    if not paddle.in_dynamic_mode():
+        note_average(static.default_main_program(), type(average).__name__)
+    original(average, *arguments, **named)
 
 
 def install() -> None:
     """Installs the hooks; does nothing if they are installed. ``fleet.init`` calls it."""
     if _undo:
         return
-    original = Executor.run
-
-    @functools.wraps(original)
-    def run(self: Any, program: Program = None, *more: Any, **named: Any) -> Any:
-        chosen = (
-            paddle.static.default_main_program() if program is None else program_within(program)
-        )
-        if not is_attached(chosen):
-            # After ``program`` come feed, fetch_list, two variables' names, and then the scope.
-            refuse_foreign(chosen, more[4] if len(more) > 4 else named.get("scope"))
-            return original(self, program, *more, **named)
-        return _run_attached(functools.partial(original, self), self, chosen, *more, **named)
-
-    _install_replacement(Executor, "run", run)
-    _install_replacement(
-        Executor, "train_from_dataset", _refusing_datasets(Executor.train_from_dataset)
-    )
-    _install_replacement(OlderProgram, "clone", _noting_clones(OlderProgram.clone))
-    parse = _noting_parsed(OlderProgram.parse_from_string)
-    _install_replacement(OlderProgram, "parse_from_string", staticmethod(parse))
-    for module_or_class, name, replacement in replacements():
-        _install_replacement(module_or_class, name, replacement)
+    for place, name, replacement in replacements():
+        _undo.append(functools.partial(setattr, place, name, vars(place)[name]))
+        setattr(place, name, replacement)
     _undo.append(count_seedings())
-    _install_replacement(static.amp, "decorate", _refusing_pipeline_optimizers(static.amp.decorate))
     _undo.extend(extra("program_ir").note_starts())
-    stamp = _pir_stamp()
-    if stamp is not None:
+    # On a Paddle without PIR, device_guard itself marks operations.
+    if hasattr(getattr(paddle, "pir", None), "set_chunk_id"):
+        from fleetpipe.static.ir.pir_reader import stamp
+
         _undo.append(_hook_guard(stamp))
 
 
@@ -375,6 +346,25 @@ def uninstall() -> None:
     """Removes the hooks; ``fleet.shutdown`` calls it."""
     while _undo:
         _undo.pop()()
+
+
+def _chosen(program: Program) -> Program:
+    """Returns the program that a call of Paddle's means: the default main program for None."""
+    return program_within(static.default_main_program() if program is None else program)
+
+
+def run(
+    original: Callable[..., Any], executor: Any, program: Program = None, *more: Any, **named: Any
+) -> Any:
+    """Replaces ``Executor.run``: runs a pipeline if ``program`` has one."""
+    chosen = _chosen(program)
+    if is_attached(chosen):
+        return _run_attached(
+            functools.partial(original, executor), executor, chosen, *more, **named
+        )
+    # After ``program`` come feed, fetch_list, two variables' names, and then the scope.
+    refuse_foreign(chosen, more[4] if len(more) > 4 else named.get("scope"))
+    return original(executor, program, *more, **named)
 
 
 def _run_attached(
@@ -392,35 +382,24 @@ def _run_attached(
 ) -> Any:
     """Runs a pipeline's main or startup program, or a clone of one.
 
-    Args:
-        original: ``executor.run`` of Paddle.
-        executor: Paddle's executor.
-        program: The program.
-        feed: This and the others are the arguments of ``Executor.run``.
-        fetch_list: As for ``Executor.run``.
-        feed_var_name: As for ``Executor.run``.
-        fetch_var_name: As for ``Executor.run``.
-        scope: As for ``Executor.run``.
-        return_numpy: As for ``Executor.run``.
-        *more: As for ``Executor.run``.
-        **named: As for ``Executor.run``.
+    ``original`` is Paddle's ``executor.run``; the others are the executor and its arguments.
     """
     variables = scope if scope is not None else paddle.static.global_scope()
     fetches = [] if fetch_list is None else list(_flatten(fetch_list))
-    started = of_startup(program)
+    started = pipeline_of_startup(program)
     if started is not None:
         started.start(functools.partial(original, scope=variables), program, variables)
         tensors = [found_tensor(variables, getattr(fetch, "name", fetch)) for fetch in fetches]
         if not return_numpy:
             return tensors or None
         return [None if tensor is None else np.array(tensor) for tensor in tensors] or None
-    pipeline, is_main = of_main(program)
+    pipeline, is_main = find_pipeline(program)
     if pipeline is not None and is_main:
         refuse_appended(program, pipeline)
         items = items_for(program, feed)
         if items is None and not feed:
             loader = extra("program_ir")
-            items = loader.items_of(program, functools.partial(original, scope=variables))
+            items = loader.items_from_loader(program, functools.partial(original, scope=variables))
         feeds = feed if items is None else items
         healing = pipeline.job.healing
         if healing is not None:
@@ -439,69 +418,47 @@ def _run_attached(
     return original(program, feed, fetch_list, *names, scope, return_numpy, *more, **named)
 
 
-def _refusing_datasets(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a replacement of ``train_from_dataset`` that refuses a pipeline's program."""
-
-    @functools.wraps(original)
-    def train_from_dataset(self: Any, program: Program = None, *more: Any, **named: Any) -> Any:
-        chosen = (
-            paddle.static.default_main_program() if program is None else program_within(program)
+def train_from_dataset(
+    original: Callable[..., Any], executor: Any, program: Program = None, *more: Any, **named: Any
+) -> Any:
+    """Replaces ``Executor.train_from_dataset``: refuses a pipeline's program."""
+    if is_attached(_chosen(program)):
+        raise ConfigError(
+            "a pipeline takes no dataset: train_from_dataset would train nothing",
+            fix="exe.run(main, feed=iter(loader), ..) for each batch",
         )
-        if is_attached(chosen):
-            raise ConfigError(
-                "a pipeline takes no dataset: train_from_dataset would train nothing",
-                fix="exe.run(main, feed=iter(loader), ..) for each batch",
-            )
-        return original(self, program, *more, **named)
-
-    return train_from_dataset
+    return original(executor, program, *more, **named)
 
 
-def _refusing_pipeline_optimizers(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a replacement of ``amp.decorate`` that refuses a pipeline's optimizer."""
-
-    @functools.wraps(original)
-    def decorate(optimizer: Any, *more: Any, **named: Any) -> Any:
-        if isinstance(optimizer, StaticOptimizer):
-            raise amp_refusal()
-        return original(optimizer, *more, **named)
-
-    return decorate
+def decorate(original: Callable[..., Any], optimizer: Any, *more: Any, **named: Any) -> Any:
+    """Replaces ``paddle.static.amp.decorate``: refuses a pipeline's optimizer."""
+    if isinstance(optimizer, StaticOptimizer):
+        raise amp_refusal()
+    return original(optimizer, *more, **named)
 
 
-def _noting_clones(original: Callable[..., Program]) -> Callable[..., Program]:
-    """Returns a replacement of ``clone`` that notes which program is a copy of a pipeline's.
-
-    A copy for tests (``for_test=True``) is not noted.
-    """
-
-    @functools.wraps(original)
-    def clone(self: Program, for_test: bool = False) -> Program:
-        copy = original(self, for_test)
-        if not for_test:
-            note_clone(self, copy)
-        return copy
-
-    return clone
+def clone(original: Callable[..., Program], program: Program, for_test: bool = False) -> Program:
+    """Replaces ``clone`` of older Programs: marks a copy of a pipeline's that is not for tests."""
+    copy = original(program, for_test)
+    if not for_test:
+        note_clone(program, copy)
+    return copy
 
 
-def _noting_parsed(original: Callable[[bytes], Program]) -> Callable[[bytes], Program]:
-    """Returns a replacement of ``parse_from_string`` that notes copies of a pipeline's program."""
-
-    @functools.wraps(original)
-    def parse_from_string(binary_str: bytes) -> Program:
-        parsed = original(binary_str)
-        note_parsed(binary_str, parsed)
-        return parsed
-
-    return parse_from_string
+def _parse_from_string(original: Callable[[bytes], Program], binary_str: bytes) -> Program:
+    """Replaces ``parse_from_string`` of older Programs: marks a copy of a pipeline's program."""
+    parsed = original(binary_str)
+    note_parsed(binary_str, parsed)
+    return parsed
 
 
-def _install_replacement(module_or_class: Any, name: str, replacement: object) -> None:
-    """Sets an attribute of a module or class of Paddle, and stores how to undo that."""
-    original = vars(module_or_class)[name]
-    _undo.append(functools.partial(setattr, module_or_class, name, original))
-    setattr(module_or_class, name, replacement)
+#: Other replacements, each after the module or class that has the function of its name.
+_HOOKS: tuple[tuple[Any, Callable[..., Any]], ...] = (
+    (Executor, run),
+    (Executor, train_from_dataset),
+    (OlderProgram, clone),
+    (static.amp, decorate),
+)
 
 
 def _flatten(fetches: object) -> Iterator[Variable | str]:
@@ -511,18 +468,6 @@ def _flatten(fetches: object) -> Iterator[Variable | str]:
             yield from _flatten(nested)
     else:
         yield fetches
-
-
-def _pir_stamp() -> Callable[[int | None], None] | None:
-    """Returns the function that marks new PIR operations with a stage.
-
-    It is None on a Paddle without PIR, where ``device_guard`` itself marks operations.
-    """
-    if not hasattr(getattr(paddle, "pir", None), "set_chunk_id"):
-        return None
-    from fleetpipe.static.ir.pir_reader import stamp
-
-    return stamp
 
 
 def _hook_guard(stamp: Callable[[int | None], None]) -> Callable[[], None]:

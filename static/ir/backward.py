@@ -1,7 +1,7 @@
 """Appends the backward to a stage's forward, and names the optimizer's variables, for both IRs.
 
 The backward leads from the values that leave the stage, or from the loss, to the parameters and the
-incoming values. Start with :func:`append`.
+incoming values. Start with :func:`append_backward`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Forward(Protocol):
     def target(self, value: int) -> Variable:
         """Returns the variable to differentiate for a value that leaves the stage."""
 
-    def fed(self, name: str, like: Variable) -> Variable:
+    def scope_variable(self, name: str, like: Variable) -> Variable:
         """Returns the scope's variable ``name``, of the shape and dtype of ``like``."""
 
     def add(self, parts: Sequence[Variable]) -> Variable:
@@ -72,7 +72,7 @@ class Forward(Protocol):
     def is_sparse(self, grad: Variable) -> bool:
         """Returns whether a gradient has only some of the rows."""
 
-    def leave(self, grad: Variable, name: str) -> str:
+    def export_gradient(self, grad: Variable, name: str) -> str:
         """Puts a gradient into a variable of the scope.
 
         Args:
@@ -84,7 +84,9 @@ class Forward(Protocol):
         """
 
 
-def append(forward: Forward, split: Split, stage: int, loss: tuple[int, float]) -> Gradients:
+def append_backward(
+    forward: Forward, split: Split, stage: int, loss: tuple[int, float]
+) -> Gradients:
     """Appends the backward to a stage; call it in the stage's program.
 
     Args:
@@ -114,12 +116,17 @@ def append(forward: Forward, split: Split, stage: int, loss: tuple[int, float]) 
     results = static.gradients(targets, inputs, grads)
     for name, grad in zip(parameters, results):
         if grad is not None:
-            gradients.accumulators[name] = split.names.accumulator(name)
-            _add_to_accumulator(forward, name, grad, gradients.accumulators[name])
+            if forward.is_sparse(grad):
+                raise ConfigError(
+                    f"the gradient of {name!r} is sparse, which a static pipeline does not add up",
+                    fix="build the embedding with sparse=False",
+                )
+            accumulator = gradients.accumulators[name] = split.names.accumulator(name)
+            forward.add_to(forward.scope_variable(accumulator, grad), grad)
     for value, grad in zip(entering, results[len(parameters) :]):
         if grad is not None:
             name = split.names.incoming_gradient(stage, value)
-            gradients.inputs[value] = forward.leave(grad, name)
+            gradients.inputs[value] = forward.export_gradient(grad, name)
     return gradients
 
 
@@ -129,11 +136,10 @@ def incoming(split: Split, stage: int) -> list[int]:
     return [value for edge in edges for value in split.crossing[edge]]
 
 
-def through_control_flow(where: str) -> BoundaryError:
-    """Returns the error of a backward that needs a value of control flow.
+def control_flow_error(where: str) -> BoundaryError:
+    """Returns the error of a backward that needs a value from inside of a cond or while_loop.
 
-    Args:
-        where: The operation and its stage or line.
+    ``where`` names the operation and its stage or line.
     """
     return BoundaryError(
         "a gradient passes through control flow, which a pipeline cannot cut",
@@ -156,7 +162,7 @@ def _targets_and_gradients(
         like = forward.variable(value)
         # The latest reader first: in this order the unsplit program adds gradients up.
         parts = [
-            forward.fed(split.names.gradient(stage, value, reader), like)
+            forward.scope_variable(split.names.gradient(stage, value, reader), like)
             for reader in sorted(readers[value], reverse=True)
         ]
         grads.append(parts[0] if len(parts) == 1 else forward.add(parts))
@@ -166,13 +172,3 @@ def _targets_and_gradients(
         dtype: DType = dtype_name(value)
         grads.append(paddle.full(value.shape, weight, dtype))
     return targets, grads
-
-
-def _add_to_accumulator(forward: Forward, name: str, grad: Variable, accumulator: str) -> None:
-    """Adds the gradient of parameter ``name`` to its accumulator; refuses a sparse gradient."""
-    if forward.is_sparse(grad):
-        raise ConfigError(
-            f"the gradient of {name!r} is sparse, which a static pipeline does not add up",
-            fix="build the embedding with sparse=False",
-        )
-    forward.add_to(forward.fed(accumulator, grad), grad)

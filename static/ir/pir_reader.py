@@ -11,7 +11,15 @@ from fleetpipe.aliases import Op, Optimizer, Program, Variable
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import gradient_clip, rate_variable, set_dtype
-from fleetpipe.paddle_api.static import is_pir, no_place, pir, pir_creation, pir_operations, static
+from fleetpipe.paddle_api.static import (
+    dtype_name,
+    is_pir,
+    no_place,
+    pir,
+    pir_creation,
+    pir_operations,
+    static,
+)
 from fleetpipe.static.cut import PREFIX, Names, Split, Update
 from fleetpipe.static.graph import EVERYWHERE, Declared, Graph, Operation
 from fleetpipe.static.ir.backward import optimizer_variables_of
@@ -85,7 +93,8 @@ class PirReader:
         self.unclipped = frozenset(n for n, p in parameters.items() if not p.need_clip)
         # Paddle puts each new parameter before the earlier ones.
         self.declared = {name: tuple(parameters[name].shape) for name in reversed(parameters)}
-        self.data = {name_of(op): _declare(op.result(0)) for op in ops if op.name() == DATA}
+        fed = {name_of(op): op.result(0) for op in ops if op.name() == DATA}
+        self.data = {n: Declared(tuple(v.shape), dtype_name(v)) for n, v in fed.items()}
 
     def number(self, target: Variable | str) -> int | None:
         """Returns the number of ``target``, a value or its name; None if the program lacks it."""
@@ -258,8 +267,3 @@ def _add_clip_factor(name: str) -> Variable:
 def _variable_name(value: Variable) -> str:
     """Returns the name of the scope's variable behind a value."""
     return name_of(value.get_defining_op())
-
-
-def _declare(value: Variable) -> Declared:
-    """Returns the shape and dtype with which ``paddle.static.data`` declared a value."""
-    return Declared(tuple(value.shape), str(value.dtype).rpartition(".")[2])

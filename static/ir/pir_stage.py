@@ -71,7 +71,8 @@ class PirStage:
             #: The locations of the values that are changed in place, and the number at a location.
             self._changed = {pir_values.location(value) for value in changed}
             self._numbers = {pir_values.location(value): n for n, value in self._values.items()}
-            self.accumulators, self.input_gradients = backward.append(self, split, stage, loss)
+            gradients = backward.append_backward(self, split, stage, loss)
+            self.accumulators, self.input_gradients = gradients
             pir_values.read_einsum_operands(self._ops())
         self._refuse_control_flow()
         #: The numbers of the values that backward takes from forward, and the ids of the forward's
@@ -79,11 +80,11 @@ class PirStage:
         self._saved, self._recomputed = self._values_from_forward()
 
     def incoming(self, value: int) -> str:
-        """Returns the variable from which the stage reads a value of an earlier stage."""
+        """Names the variable from which the stage reads a value of an earlier stage."""
         return self._split.names.incoming(self._stage, value)
 
     def outgoing(self, value: int) -> str:
-        """Returns the variable in which the stage puts a value that it computes."""
+        """Names the variable in which the stage puts a value that it computes."""
         return self._split.names.outgoing(self._stage, value)
 
     def cut(self, exports: Iterable[int], kinds: Collection[str] = ("B",)) -> NativePrograms:
@@ -192,15 +193,15 @@ class PirStage:
         return self._values[value]
 
     def target(self, value: int) -> Variable:
-        """Returns the value to differentiate for a value that leaves the stage."""
+        """Returns the value that the backward differentiates for a value that leaves the stage."""
         return self._values[value]
 
-    def fed(self, name: str, like: Variable) -> Variable:
+    def scope_variable(self, name: str, like: Variable) -> Variable:
         """Returns the scope's variable ``name``, of the shape and dtype of ``like``."""
         return pir_values.placeholder(name, like)
 
     def add(self, parts: Sequence[Variable]) -> Variable:
-        """Returns the sum of ``parts``, added in their order."""
+        """Returns the sum of gradients, added in their order."""
         return functools.reduce(pir_operations.add, parts)
 
     def add_to(self, total: Variable, grad: Variable) -> None:
@@ -211,7 +212,7 @@ class PirStage:
         """Returns whether a gradient has only some of the rows."""
         return not grad.is_dense_tensor_type()
 
-    def leave(self, grad: Variable, name: str) -> str:
+    def export_gradient(self, grad: Variable, name: str) -> str:
         """Puts a gradient into the variable ``name``, unless another variable has it already.
 
         Two inputs may share a gradient. Returns the name of the variable that has it.
@@ -228,7 +229,7 @@ class PirStage:
             if op.id() in self._forward and any(
                 "push" in inner.name() for inner in pir_values.inner_operations(op)
             ):
-                raise backward.through_control_flow(
+                raise backward.control_flow_error(
                     f"operation {op.name()!r} ({pir_values.line_of(op)})"
                 )
 
@@ -314,7 +315,7 @@ class PirStage:
         return _Copy(copy, ops, values, forward, recomputed)
 
     def _forward_program(self, numbers: Iterable[int]) -> Program:
-        """Returns the program of F, which puts the values ``numbers`` into their variables."""
+        """Returns the forward's program, which puts the values ``numbers`` into their variables."""
         copy = self._copy()
         with static.program_guard(copy.program, static.Program()):
             for index in reversed(range(len(copy.ops))):
@@ -326,17 +327,17 @@ class PirStage:
         return copy.program
 
     def _full_backward(self) -> BackwardProgram:
-        """Returns the program of B, the full backward."""
+        """Returns the program of the full backward."""
         copy = self._copy()
         with static.program_guard(copy.program, static.Program()):
             self._keep_only(copy, frozenset(range(len(copy.ops))))
             return self._describe_backward(copy.program)._replace(waiting=())
 
     def _split_backward(self) -> tuple[BackwardProgram, BackwardProgram]:
-        """Returns the programs of I and of W."""
+        """Returns the programs of a split backward: for the inputs, and for the parameters."""
         full = self._copy()
         pir_values.reuse_gradient_of_sum(full.ops, full.forward)
-        divided = pir_values.divide(full.ops, full.forward)
+        divided = pir_values.BackwardGraph(full.ops, full.forward).divide()
         crossing = {
             self._split.names.waiting(self._stage, number): result
             for number, result in enumerate(divided.crossing)
@@ -396,7 +397,8 @@ class PirStage:
         """Removes the variables that a program of the backward does not use, and lists the others.
 
         Returns:
-            The program, with the variables that it takes from F and from I.
+            The program, with the variables that it takes from the forward, and from the program of
+            the input gradients if the backward is split.
         """
         forward_values = {
             pir_values.name_of(op)

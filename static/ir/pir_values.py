@@ -1,9 +1,9 @@
 """Inspects, moves and creates operations and values of PIR, and splits a backward into I and W.
 
 PIR is Paddle's newer representation of programs. I computes the gradients that leave the stage, and
-the gradients of values that are computed from data; W computes the gradients of parameters. An
-operation may run in one of them or in both: see :func:`divide`. A *result* of an operation is the
-operation's index in the program, and the position of the value among the operation's results.
+the gradients of values that are computed from data; W computes the gradients of parameters. Some
+operations run in both: see :class:`BackwardGraph`. A *result* of an operation is the operation's
+index in the program, and the position of the value among the operation's results.
 """
 
 from __future__ import annotations
@@ -270,11 +270,11 @@ def move_recomputed_operations(program: Program, recomputed: Collection[int]) ->
 
 
 class DividedBackward(NamedTuple):
-    """The division of a backward; an operation is its index in the stage's program.
+    """A backward in two halves; an operation is its index in the stage's program.
 
     Attributes:
-        input_grad: The operations of I.
-        weight_grad: The operations of W.
+        input_grad: The operations of I, the half that computes the gradients of inputs.
+        weight_grad: The operations of W, the half that computes those of parameters.
         crossing: The results of I that W takes.
     """
 
@@ -318,18 +318,11 @@ def reuse_gradient_of_sum(ops: Sequence[Op], forward: Collection[int]) -> None:
             op.result(0).replace_all_uses_with(grad)
 
 
-def divide(ops: Sequence[Op], forward: Collection[int]) -> DividedBackward:
-    """Returns the operations of I and of W in the backward of a stage.
+class BackwardGraph:
+    """Divides a stage's backward into the gradients of its inputs and those of its parameters.
 
-    Args:
-        ops: The operations of the stage's program.
-        forward: The indices of the forward's operations.
+    An operation is its index in the stage's program.
     """
-    return _BackwardGraph(ops, forward).divide()
-
-
-class _BackwardGraph:
-    """The graph of a stage's backward; an operation is its index in the stage's program."""
 
     def __init__(self, ops: Sequence[Op], forward: Collection[int]) -> None:
         """Finds the operations of the backward, and which of them take which results.
@@ -353,7 +346,7 @@ class _BackwardGraph:
                 self._users.setdefault(result, []).append(index)
 
     def divide(self) -> DividedBackward:
-        """Returns the operations of I and of W; see :func:`divide`.
+        """Returns the operations of I and of W.
 
         In this class ``inputs`` are the operations of I, ``weights`` those of W, ``ends`` the last
         operations of I, and ``for_weights`` the results that I must compute for W.
@@ -402,10 +395,10 @@ class _BackwardGraph:
         return needed
 
     def _last_operations_of_input_grad(self) -> tuple[set[int], set[tuple[int, int]]]:
-        """Returns the last operations of I, and those of their results that W takes.
+        """Returns the last operations for input gradients, and their results for parameters.
 
         A last operation exports a gradient for another stage, or computes the gradient of a value
-        that depends on data, from which W computes a parameter's gradient.
+        that depends on data, from which a parameter's gradient is computed.
         """
         ends: set[int] = set()
         for_weights: set[tuple[int, int]] = set()
@@ -424,7 +417,7 @@ class _BackwardGraph:
         return bool(op.operand_source(0).get_defining_op().name() == DATA)
 
     def _data_gradients(self, end: int) -> set[tuple[int, int]]:
-        """Returns the gradients of data-dependent values that a parameter's gradient needs.
+        """Returns the gradients of data-dependent values that one parameter's gradient needs.
 
         Args:
             end: The operation that adds the parameter's gradient to its accumulator.
@@ -455,9 +448,10 @@ class _BackwardGraph:
     def _can_skip_results(
         self, index: int, inputs: Collection[int], for_weights: Collection[tuple[int, int]]
     ) -> bool:
-        """Returns whether operation ``index`` of I can skip some results, which only W takes.
+        """Returns whether an operation can run in both halves, for some of its results in each.
 
-        Then it runs in both: in I for the results that I needs, in W for the others.
+        ``inputs`` are the operations that compute input gradients, ``for_weights`` their results
+        that gradients of parameters are computed from.
         """
         op = self._ops[index]
         used = [(index, n) for n in range(op.num_results()) if (index, n) in self._users]
@@ -470,20 +464,17 @@ class _BackwardGraph:
         inputs: Collection[int],
         for_weights: Collection[tuple[int, int]],
     ) -> bool:
-        """Returns whether only W needs a result of an operation, so that I need not compute it.
+        """Returns whether only gradients of parameters, no input gradients, need a result.
 
-        Args:
-            result: The result.
-            inputs: The operations of I.
-            for_weights: The results that I must compute for W.
+        The arguments are as for :meth:`_can_skip_results`.
         """
         taken = any(user in inputs for user in self._users[result])
         return not taken and result not in for_weights
 
     def _lists_for(self, weights: Collection[int]) -> set[int]:
-        """Returns the operations that make the lists of tensors which W takes.
+        """Returns the operations that make lists of tensors for ``weights``, operations of W.
 
-        They run again in W, because no variable can save a list from I.
+        They run again in W, the half for parameters, because no variable can save a list.
         """
         lists: set[int] = set()
         unvisited = list(weights)

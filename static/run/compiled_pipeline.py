@@ -38,7 +38,7 @@ from fleetpipe.static.cut import Split
 from fleetpipe.static.run.static_stage import ProgramRunner, StaticStage, Streams
 
 
-def add_shared(gradients: Mapping[str, Tensor], names: Sequence[str], group: Group) -> None:
+def sum_tied_gradients(gradients: Mapping[str, Tensor], names: Sequence[str], group: Group) -> None:
     """Sums the gradients of tied parameters over the ranks that use them, in place.
 
     Collective over the pipeline. All ranks add in the order of the ranks, and so get the same bits.
@@ -57,8 +57,8 @@ def add_shared(gradients: Mapping[str, Tensor], names: Sequence[str], group: Gro
         paddle.assign(functools.reduce(operator.add, terms), gradients[name])
 
 
-def global_norm(optimizer: Optimizer, job: Job) -> float | None:
-    """Returns the limit of an optimizer's global-norm clip; None without such a clip.
+def global_norm_limit(optimizer: Optimizer, job: Job) -> float | None:
+    """Returns the limit to which an optimizer clips the global norm; None without such a clip.
 
     Raises:
         ConfigError: The clip is not known to be right over several processes.
@@ -88,12 +88,6 @@ def gradient_norm(gradients: Mapping[str, Tensor], counted: Sequence[str], group
         squares.update(by_name)
     ordered = [squares[name].reshape([1]).astype("float32") for name in sorted(squares)]
     return paddle.sqrt(paddle.add_n(ordered))
-
-
-def clip_factor(norm: Tensor, limit: float) -> Tensor:
-    """Returns limit / max(norm, limit), the factor by which all gradients are multiplied."""
-    bound = paddle.full([1], limit, "float32")
-    return bound / paddle.clip(norm, min=limit)
 
 
 @dataclass(frozen=True)
@@ -197,7 +191,8 @@ class Compiled:
         self.fetches, self.scope, self.place = fetches, scope, place
         self._recipe = recipe
         for name in recipe.parameters:
-            self._create_accumulator(name)
+            zeros = np.zeros_like(np.array(self._initialized_tensor(name, "parameter")))
+            tensor_of(scope, recipe.split.names.accumulator(name)).set(zeros, place)
         for name in () if recipe.update is None else recipe.update.variables:
             self._initialized_tensor(name, "optimizer's variable")
         runners = {
@@ -235,7 +230,7 @@ class Compiled:
         counted once, on one of its ranks.
         """
         recipe, job = self._recipe, self._recipe.job
-        add_shared(self._gradients, recipe.shared, job.group())
+        sum_tied_gradients(self._gradients, recipe.shared, job.group())
         if job.replicas().ranks > 1:
             job.replicas().all_reduce([self._gradients[name] for name in sorted(self._gradients)])
         if recipe.limit is not None:
@@ -243,7 +238,8 @@ class Compiled:
             # The method, not its result: it waits for the device, and is called when somebody
             # reads the progress of the job.
             job.progress.gradient_norm = norm.item
-            factor = clip_factor(norm, recipe.limit)
+            limit = paddle.full([1], recipe.limit, "float32")
+            factor = limit / paddle.clip(norm, min=recipe.limit)
             share_data(tensor_of(self.scope, recipe.split.names.clip_factor), factor.get_tensor())
 
     def drop_gradients(self) -> None:
@@ -261,12 +257,6 @@ class Compiled:
         numbers = np.full_like(np.array(tensor), current_rate(self._recipe.optimizer))
         tensor.set(numbers, self.place)
         self._run_step([], False)
-
-    def _create_accumulator(self, parameter: str) -> None:
-        """Creates a parameter's accumulator, filled with 0."""
-        zeros = np.zeros_like(np.array(self._initialized_tensor(parameter, "parameter")))
-        accumulator = self._recipe.split.names.accumulator(parameter)
-        tensor_of(self.scope, accumulator).set(zeros, self.place)
 
     def _initialized_tensor(self, name: str, kind: str) -> ScopeTensor:
         """Returns the tensor of a variable; refuses a variable that has no value yet.

@@ -252,7 +252,7 @@ def take_micro_batches(items: Iterator[Item | Sequence[Item]], count: int) -> It
             item = next(items)
         except StopIteration:
             return None
-        micro_batch = merge([item]) if isinstance(item, Mapping) else merge(item)
+        micro_batch = merge_feeds([item]) if isinstance(item, Mapping) else merge_feeds(item)
         taken.append({name: np.asarray(value) for name, value in micro_batch.items()})
         if _row_counts(taken[-1]) < _row_counts(taken[0]):
             if next(items, None) is None:
@@ -279,7 +279,7 @@ def _unequal_shapes(taken: Sequence[Mapping[str, np.ndarray]], fix: str) -> Conf
     )
 
 
-def merge(dicts: object) -> Item:
+def merge_feeds(dicts: object) -> Item:
     """Returns one dict of the arrays of a micro-batch, which several loaders may have given.
 
     Raises:
@@ -312,7 +312,7 @@ class Fetch(NamedTuple):
     rows: bool = False
 
     @classmethod
-    def of(cls, target: Variable | str, reader: GraphReader, split: Split) -> Fetch:
+    def from_target(cls, target: Variable | str, reader: GraphReader, split: Split) -> Fetch:
         """Returns the entry for a value that the user fetches, or for its name.
 
         Raises:
@@ -353,7 +353,7 @@ def _fetch_name(target: Variable | str) -> str:
     return str(target.name) if getattr(target, "has_name", True) else str(target)
 
 
-def combine(fetch: Fetch, values: Sequence[np.ndarray], how: str) -> np.ndarray:
+def join_fetched(fetch: Fetch, values: Sequence[np.ndarray], how: str) -> np.ndarray:
     """Joins the values of all micro-batches into one result.
 
     Args:

@@ -6,14 +6,13 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from fleetpipe.aliases import Optimizer, Place, Program, Scope, Tensor, Variable
 from fleetpipe.config import PipelineConfig
-from fleetpipe.engine.trace import JobTrace, Trace
+from fleetpipe.engine.trace import JobTrace
 from fleetpipe.errors import StateError
 from fleetpipe.job import meeting
 from fleetpipe.job.job import Job, current_job
@@ -23,16 +22,39 @@ from fleetpipe.paddle_api.optimizer import current_rate
 from fleetpipe.paddle_api.static import EOFException, dynamic_tensor, found_tensor
 from fleetpipe.representation import shows
 from fleetpipe.schedules import Schedule
-from fleetpipe.static.cut import GraphReader, OptimizerVariables, Split
+from fleetpipe.static.cut import GraphReader, Split
 from fleetpipe.static.run import compiled_pipeline
 from fleetpipe.static.run.compiled_pipeline import Compiled, Recipe
-from fleetpipe.static.run.feeding import FedBatch, Fetch, ProgramBatch, combine, take_micro_batches
+from fleetpipe.static.run.feeding import (
+    FedBatch,
+    Fetch,
+    ProgramBatch,
+    join_fetched,
+    take_micro_batches,
+)
 from fleetpipe.static.run.static_stage import Streams
 
 
 @shows("schedule")
 class StaticPipeline:
-    """Runs a program that was cut into stages. Each run is collective over the job."""
+    """Runs a program that was cut into stages. Each run is collective over the job.
+
+    Attributes:
+        split: The cut of the program.
+        schedule: The schedule.
+        job: The job whose ranks run the pipeline.
+        local: Whether this one process plays all ranks.
+        rank: This process's rank in the pipeline; 0 if it plays all ranks.
+        optimizer: The user's optimizer.
+        persistable: Names of the parameters and statistics of this process's stages, sorted.
+        elsewhere: Names of the parameters and statistics that are on other ranks only.
+        declared: The shape of each parameter and statistic of all stages by name, in order of
+            creation.
+        parameters: Names of the parameters that this process trains, sorted.
+        optimizer_state: The optimizer's variables of each of these parameters, by its name.
+        optimizer_variables: Names of all variables of the optimizer for these parameters.
+        rate_name: The variable of the learning rate; None if this process trains nothing.
+    """
 
     def __init__(
         self,
@@ -59,76 +81,29 @@ class StaticPipeline:
             ConfigError: A pipeline cannot run the program or the optimizer, or the ranks have built
                 different programs.
         """
-        self.split, self.schedule = split, schedule
-        self._reader, self._job, self._config = reader, job, config
+        self.split, self.schedule, self.job, self.optimizer = split, schedule, job, optimizer
+        self.local, self.rank = job.local, job.group().rank
+        self._reader, self._config = reader, config
         with job.guarded(lambda: "building the static pipeline"):
-            self._stages = self._stages_of_process()
+            placement = schedule.placement
+            self._stages = [*range(split.stages)] if job.local else placement.stages_of(self.rank)
             facts = self._facts_to_agree(*loss)
             self._digest = facts["program"][:8]
             job.require_agreement(facts)
-            self._recipe = self._build_recipe(optimizer, loss)
+            self._recipe = self._build_recipe(loss)
+        self.persistable = sorted({n for s in self._stages for n in split.persistable_of(s)})
+        self.elsewhere = split.persistable.difference(self.persistable)
+        self.declared = {n: s for n, s in reader.declared.items() if n in split.persistable}
+        self.parameters, update = self._recipe.parameters, self._recipe.update
+        self.optimizer_state = {} if update is None else update.state
+        self.optimizer_variables = () if update is None else update.variables
+        self.rate_name = None if update is None else update.rate_name
+        #: The stages that draw random numbers, ascending.
+        pairs = zip(split.stage_of, split.graph.operations)
+        self._random_stages = sorted({s for s, op in pairs if op.is_random and s is not None})
         self._compiled: Compiled | None = None
         self._streams: Streams | None = None
         self._streams_to_begin: Mapping[int, Any] = {}
-
-    @property
-    def job(self) -> Job:
-        """The job whose ranks run the pipeline."""
-        return self._job
-
-    @property
-    def local(self) -> bool:
-        """Whether this one process plays all ranks."""
-        return self._job.local
-
-    @property
-    def persistable(self) -> list[str]:
-        """Names of the parameters and statistics of this process's stages, sorted."""
-        return sorted({n for stage in self._stages for n in self.split.persistable_of(stage)})
-
-    @cached_property
-    def elsewhere(self) -> frozenset[str]:
-        """Names of the parameters and statistics that are on other ranks only."""
-        return frozenset(self.split.persistable.difference(self.persistable))
-
-    @property
-    def parameters(self) -> list[str]:
-        """Names of the parameters that this process trains, sorted."""
-        return self._recipe.parameters
-
-    @property
-    def declared(self) -> Mapping[str, Sequence[int]]:
-        """The shape of each parameter and statistic of all stages by name, in order of creation."""
-        names = self.split.persistable
-        return {name: shape for name, shape in self._reader.declared.items() if name in names}
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The user's optimizer."""
-        return self._recipe.optimizer
-
-    @property
-    def optimizer_state(self) -> Mapping[str, OptimizerVariables]:
-        """The optimizer's variables of each parameter that this process trains, by its name."""
-        update = self._recipe.update
-        return {} if update is None else update.state
-
-    @property
-    def rate_name(self) -> str | None:
-        """The variable of the learning rate; None if this process trains nothing."""
-        update = self._recipe.update
-        return None if update is None else update.rate_name
-
-    @property
-    def optimizer_variables(self) -> tuple[str, ...]:
-        """Names of the optimizer's variables for this process's parameters."""
-        update = self._recipe.update
-        return () if update is None else update.variables
-
-    @property
-    def rank(self) -> int:
-        """This process's rank in the pipeline; 0 if it plays all ranks."""
-        return self._job.group().rank
 
     @property
     def peak_held(self) -> dict[int, int]:
@@ -146,13 +121,12 @@ class StaticPipeline:
             scope: The scope of the variables.
         """
         self.require_current()
-        local = self._job.local
-        run(startup if local else self._reader.startup(startup, self.persistable))
+        run(startup if self.local else self._reader.startup(startup, self.persistable))
         if self._recipe.update is not None:
             run(self._recipe.update.startup)
         tensors = [found_tensor(scope, name) for name in self.persistable]
-        with dynamic_mode(), self._job.guarded(lambda: "initialising the static pipeline"):
-            self._job.replicas().broadcast_each(
+        with dynamic_mode(), self.job.guarded(lambda: "initialising the static pipeline"):
+            self.job.replicas().broadcast_each(
                 [(dynamic_tensor(tensor), 0) for tensor in tensors if tensor is not None]
             )
         self._compiled = self._streams = None
@@ -161,7 +135,7 @@ class StaticPipeline:
     @property
     def leads_random(self) -> bool:
         """Whether this process has the first stage that draws, from the default generator."""
-        return bool({*self._random_stages()[:1]}.intersection(self._stages))
+        return bool({*self._random_stages[:1]}.intersection(self._stages))
 
     @property
     def streams(self) -> Mapping[int, Any]:
@@ -210,13 +184,13 @@ class StaticPipeline:
             PipelineTimeout: A message did not come within the limit.
         """
         self.require_current()
-        config, healing = self._config, self._job.healing
+        config, healing = self._config, self.job.healing
         mini_batch = feed
         with self._sharing_errors(lambda: "taking the next mini-batch"):
             if isinstance(feed, Iterator):
                 mini_batch = take_micro_batches(feed, config.micro_batches)
         with self._sharing_errors(self._where):
-            wanted = [Fetch.of(target, self._reader, self.split) for target in fetches]
+            wanted = [Fetch.from_target(target, self._reader, self.split) for target in fetches]
             fed = None
             if mini_batch is not None or not isinstance(feed, Iterator):
                 fed = FedBatch(
@@ -258,7 +232,7 @@ class StaticPipeline:
             EOFException: Some rank has no more data: the epoch ends, and no rank trains.
         """
         # Compiled anew if a batch that fetched other values has run in between.
-        job, compiled = self._job, self._compile(wanted, scope, place)
+        job, compiled = self.job, self._compile(wanted, scope, place)
         job.call("runs the program")
         with dynamic_mode(), job.guarded(self._where):
             ends = self._any_data_ended(fed is None)
@@ -291,7 +265,7 @@ class StaticPipeline:
         """
         rate = current_rate(self.optimizer)
         program = f"the program {self._digest} with the learning rate {rate!r}"
-        for group in (self._job.group(), self._job.replicas()):
+        for group in (self.job.group(), self.job.replicas()):
             programs, ends_by_rank = zip(*group.all_gather((program, ends)))
             for rank, rank_program in enumerate(programs):
                 if rank_program != programs[0]:
@@ -317,16 +291,16 @@ class StaticPipeline:
         Args:
             where: Returns what this rank does, for messages of all ranks.
         """
-        self._job.progress.action = where
+        self.job.progress.action = where
         try:
             yield
         except BaseException:
-            with self._job.guarded(where):
+            with self.job.guarded(where):
                 raise
 
     def require_current(self) -> None:
         """Raises StateError if the job of the pipeline is no longer the current one."""
-        if current_job() is not self._job:
+        if current_job() is not self.job:
             raise StateError(
                 "the job that this pipeline belongs to has ended",
                 fix="build and minimize the program again after fleet.init",
@@ -343,7 +317,7 @@ class StaticPipeline:
         if paddle.in_dynamic_mode():
             raise StateError("a pipeline runs in static mode", fix="paddle.enable_static()")
         if self._streams is None:
-            self._streams = Streams(self._random_stages(), self._stages, place)
+            self._streams = Streams(self._random_stages, self._stages, place)
             self._streams.begin(self._streams_to_begin)
         programs = self._recipe.cut(fetches)
         with dynamic_mode():
@@ -359,7 +333,7 @@ class StaticPipeline:
         values = compiled.stage.fetched.get(fetch.number)
         if values is None:
             return None
-        return combine(fetch, [values[k] for k in sorted(values)], self._config.fetch)
+        return join_fetched(fetch, [values[k] for k in sorted(values)], self._config.fetch)
 
     def _broadcast_from_owner(self, fetch: Fetch, result: np.ndarray | None) -> np.ndarray:
         """Returns a fetched value on every rank. Collective over the pipeline.
@@ -368,23 +342,20 @@ class StaticPipeline:
             fetch: The entry of ``fetch_list``.
             result: The value on the rank that owns it, else None.
         """
-        owner = self.schedule.placement.rank_of(self._stage_of_fetch(fetch))
+        stage = fetch.stage
+        if stage is None:  # a parameter: the first stage that has it
+            stages = range(self.split.stages)
+            stage = next(s for s in stages if fetch.variable in self.split.persistable_of(s))
+        owner = self.schedule.placement.rank_of(stage)
         value = None if result is None else paddle.to_tensor(result)
-        return np.array(self._job.group().broadcast(value, owner))
+        return np.array(self.job.group().broadcast(value, owner))
 
-    def _stage_of_fetch(self, fetch: Fetch) -> int:
-        """Returns the stage that computes a fetched value, or has the fetched parameter."""
-        if fetch.stage is not None:
-            return fetch.stage
-        stages = range(self.split.stages)
-        return next(s for s in stages if fetch.variable in self.split.persistable_of(s))
-
-    def _build_recipe(self, optimizer: Optimizer, loss: tuple[int, float]) -> Recipe:
+    def _build_recipe(self, loss: tuple[int, float]) -> Recipe:
         """Builds the stages and the optimizer step of this process. Collective."""
-        group = self._job.group()
+        group = self.job.group()
         stages = {stage: self._reader.stage(self.split, stage, *loss) for stage in self._stages}
         parameters = sorted({name for stage in stages.values() for name in stage.accumulators})
-        if self._job.alone:
+        if self.job.alone:
             # A process that replaces a rank is not connected yet: it builds what the ranks gather.
             parameters_by_rank = self._parameters_by_rank(loss)
         else:
@@ -395,53 +366,39 @@ class StaticPipeline:
                 users.setdefault(name, []).append(rank)
         users = dict(sorted(users.items()))
         clipped = [name for name in parameters if name not in self._reader.unclipped]
-        limit = compiled_pipeline.global_norm(optimizer, self._job) if group.ranks > 1 else None
+        limit = None
+        if group.ranks > 1:
+            limit = compiled_pipeline.global_norm_limit(self.optimizer, self.job)
         if self._reader.unclipped.issuperset(users):
             limit = None
         update = None
         if parameters:
             multiplied = () if limit is None else clipped
-            update = self._reader.update(self.split.names, optimizer, parameters, multiplied)
+            update = self._reader.update(self.split.names, self.optimizer, parameters, multiplied)
+        trace = None
+        if self._config.trace is not None and self.job.leads("pp"):
+            trace = JobTrace(self._config.trace, self.schedule, self.job)
         return Recipe(
             split=self.split,
             plan=self.schedule.lower(self.split.edges),
             stages=stages,
             update=update,
-            optimizer=optimizer,
+            optimizer=self.optimizer,
             parameters=parameters,
             shared=[name for name, ranks in users.items() if len(ranks) > 1],
             counted=[name for name in clipped if users[name][0] == group.rank],
             limit=limit,
-            job=self._job,
-            trace=self._new_trace(),
+            job=self.job,
+            trace=trace,
         )
 
     def _parameters_by_rank(self, loss: tuple[int, float]) -> list[list[str]]:
         """Returns the parameters that each rank trains, by building the stages of all ranks."""
-        trained: list[set[str]] = [set() for _ in range(self._job.group().ranks)]
+        trained: list[set[str]] = [set() for _ in range(self.job.group().ranks)]
         for stage in range(self.split.stages):
             built = self._reader.stage(self.split, stage, *loss)
             trained[self.schedule.placement.rank_of(stage)].update(built.accumulators)
         return [*map(sorted, trained)]
-
-    def _new_trace(self) -> Trace | None:
-        """Returns the trace that the option ``trace`` asks for, on the rank that writes it."""
-        folder = self._config.trace
-        if folder is None or not self._job.leads("pp"):
-            return None
-        return JobTrace(folder, self.schedule, self._job)
-
-    def _stages_of_process(self) -> list[int]:
-        """Returns the stages that this process trains: all of them if it plays all ranks."""
-        placement = self.schedule.placement
-        if self._job.local:
-            return list(range(placement.stages))
-        return list(placement.stages_of(self._job.group().rank))
-
-    def _random_stages(self) -> list[int]:
-        """Returns the stages that draw random numbers, ascending."""
-        pairs = zip(self.split.stage_of, self.split.graph.operations)
-        return sorted({stage for stage, op in pairs if op.is_random and stage is not None})
 
     def _facts_to_agree(self, loss: int, weight: float) -> dict[str, str]:
         """Returns texts that must be equal on all ranks, by their names in messages."""

@@ -17,7 +17,7 @@ from fleetpipe.aliases import DType, Place, Scope, ScopeTensor
 from fleetpipe.engine.stage import Values
 from fleetpipe.errors import StateError
 from fleetpipe.paddle_api import paddle, static
-from fleetpipe.paddle_api.random import generator_of, seedings
+from fleetpipe.paddle_api.random import generator_of, seeding_count
 from fleetpipe.schedules import Edge
 from fleetpipe.static.cut import NativePrograms, Split, StageProgram
 
@@ -47,7 +47,7 @@ class Streams:
             stages: The stages of this process.
             place: The device, whose default generator all streams use in turn.
         """
-        self._generator, self._seedings = generator_of(place), seedings()
+        self._generator, self._seedings = generator_of(place), seeding_count()
         self._stages = sorted(set(sorted(random_stages)[1:]).intersection(stages))
         self._states: dict[int, Any] = {}
         self.begin({})
@@ -68,12 +68,12 @@ class Streams:
 
     def follow_seed(self) -> None:
         """Restarts the streams if the script has called ``paddle.seed`` since they began."""
-        if self._seedings != seedings():
-            self._seedings = seedings()
+        if self._seedings != seeding_count():
+            self._seedings = seeding_count()
             self.begin({})
 
     @contextmanager
-    def of(self, stage: int) -> Iterator[None]:
+    def at_stream_of(self, stage: int) -> Iterator[None]:
         """Opens a context in which the generator is at the random stream of ``stage``."""
         if stage not in self._states:
             yield
@@ -88,7 +88,7 @@ class Streams:
 
 
 class BackwardRunner(NamedTuple):
-    """The program of one backward action of a stage, B, I or W, with its executor.
+    """The program of a full backward, or of one half of a split backward, with its executor.
 
     Attributes:
         run: Runs the program; None if it has nothing to compute.
@@ -123,21 +123,13 @@ class ProgramRunner:
             scope: The scope of parameters and exchanged variables.
             place: The device.
         """
-        names = _edge_variables(stage_program, split, stage)
+        inputs, outputs, output_grads, input_grads = _edge_variables(stage_program, split, stage)
         fetched = {number: stage_program.outgoing(number) for number in fetches}
-        forward_names = {
-            *stage_program.feeds.values(),
-            *_names_on(names.inputs),
-            *_names_on(names.outputs),
-            *fetched.values(),
-        }
+        of_edges = {*_names_on(inputs), *_names_on(outputs)}
+        forward_names = {*stage_program.feeds.values(), *of_edges, *fetched.values()}
         saved = programs.saved
-        backward_names = {
-            *saved,
-            *programs.weight_grad.waiting,
-            *_names_on(names.output_grads),
-            *_names_on(names.input_grads),
-        }
+        of_edges = {*_names_on(output_grads), *_names_on(input_grads)}
+        backward_names = {*saved, *programs.weight_grad.waiting, *of_edges}
 
         # A variable must exist before the executor that takes it is created, and the program that
         # computes a variable comes before those that take it. Creating an executor may replace
@@ -163,9 +155,8 @@ class ProgramRunner:
             }
 
         self.fed = [(name, tensors[variable]) for name, variable in stage_program.feeds.items()]
-        self.inputs, self.outputs = tensors_on(names.inputs), tensors_on(names.outputs)
-        self.output_grads = tensors_on(names.output_grads)
-        self.input_grads = tensors_on(names.input_grads)
+        self.inputs, self.outputs = tensors_on(inputs), tensors_on(outputs)
+        self.output_grads, self.input_grads = tensors_on(output_grads), tensors_on(input_grads)
         self.fetched = {number: tensors[name] for number, name in fetched.items()}
         #: The variables to save after F: name, tensor, and whether only the shape is needed.
         self.saved = [(name, tensors[name], shape_only) for name, shape_only in saved.items()]
@@ -180,33 +171,27 @@ class ProgramRunner:
         )
 
 
-class _EdgeVariables(NamedTuple):
-    """The names of the variables of the values on a stage's edges, and of their gradients."""
+def _edge_variables(
+    program: StageProgram, split: Split, stage: int
+) -> tuple[EdgeNames, EdgeNames, EdgeNames, EdgeNames]:
+    """Returns the names of the variables on a stage's incoming and outgoing edges.
 
-    inputs: EdgeNames
-    outputs: EdgeNames
-    output_grads: EdgeNames
-    input_grads: EdgeNames
-
-
-def _edge_variables(program: StageProgram, split: Split, stage: int) -> _EdgeVariables:
-    """Returns the names of the variables that a stage's program has for its edges."""
+    They are those of the incoming values, of the outgoing values, of the gradients of the outgoing
+    values, and of the gradients of the incoming values.
+    """
     crossing, differentiable = split.crossing, split.graph.differentiable
     incoming = sorted(edge for edge in crossing if edge.target == stage)
     outgoing = sorted(edge for edge in crossing if edge.source == stage)
-    return _EdgeVariables(
-        inputs={edge: [program.incoming(n) for n in crossing[edge]] for edge in incoming},
-        outputs={edge: [program.outgoing(n) for n in crossing[edge]] for edge in outgoing},
-        output_grads={
-            edge: [
-                split.names.gradient(stage, n, edge.target) if n in differentiable else None
-                for n in crossing[edge]
-            ]
-            for edge in outgoing
-        },
-        input_grads={
-            edge: [program.input_gradients.get(n) for n in crossing[edge]] for edge in incoming
-        },
+
+    def gradient(value: int, target: int) -> str | None:
+        name = split.names.gradient(stage, value, target)
+        return name if value in differentiable else None
+
+    return (
+        {edge: [program.incoming(n) for n in crossing[edge]] for edge in incoming},
+        {edge: [program.outgoing(n) for n in crossing[edge]] for edge in outgoing},
+        {edge: [gradient(n, edge.target) for n in crossing[edge]] for edge in outgoing},
+        {edge: [program.input_gradients.get(n) for n in crossing[edge]] for edge in incoming},
     )
 
 
@@ -255,14 +240,14 @@ class StaticStage:
         self.fetched = {}
 
     def forward(self, stage: int, micro_batch: int, inputs: Values) -> Values:
-        """Runs F on the values of the incoming edges and the feed; see the engine's ``Stage``."""
+        """Runs the forward on the values of incoming edges and the feed; returns its outputs."""
         runner = self._runners[stage]
         for edge, tensors in runner.inputs.items():
             for tensor, value in zip(tensors, inputs[edge]):
                 static.share_data(tensor, value.get_tensor())
         for name, tensor in runner.fed:
             self._feed(name, micro_batch - self._first_micro_batch, tensor)
-        with self._streams.of(stage):
+        with self._streams.at_stream_of(stage):
             runner.run_forward([], False)
         for number, tensor in runner.fetched.items():
             self.fetched.setdefault(number, {})[micro_batch] = np.array(tensor)
@@ -284,7 +269,7 @@ class StaticStage:
         return outputs
 
     def backward(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
-        """Runs B, which adds to the accumulators; returns the gradients of the incoming values."""
+        """Runs the full backward; adds up parameters' gradients, returns those of the inputs."""
         runner = self._runners[stage]
         grads = self._differentiate(runner, runner.backward, (stage, micro_batch), output_grads)
         for tensor in runner.after_backward:
@@ -292,7 +277,10 @@ class StaticStage:
         return grads
 
     def input_grad(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
-        """Runs I, and saves what W takes; returns the gradients of the incoming values."""
+        """Runs the half of a split backward for the inputs, whose gradients it returns.
+
+        It saves what :meth:`weight_grad` takes.
+        """
         runner, key = self._runners[stage], (stage, micro_batch)
         grads = self._differentiate(runner, runner.input_grad, key, output_grads)
         saved = self._saved[key].variables
@@ -306,7 +294,7 @@ class StaticStage:
         return grads
 
     def weight_grad(self, stage: int, micro_batch: int) -> None:
-        """Runs W, which adds to the accumulators."""
+        """Runs the half of a split backward that adds up the gradients of the parameters."""
         weight_grad = self._runners[stage].weight_grad
         if weight_grad.run is not None:
             self._put_back(weight_grad, self._saved[stage, micro_batch])
@@ -321,7 +309,7 @@ class StaticStage:
         key: tuple[int, int],
         output_grads: Values,
     ) -> Values:
-        """Runs B or I; returns the gradients of the incoming values, by edge.
+        """Runs a backward, or its half for the inputs; returns the inputs' gradients by edge.
 
         Args:
             runner: The programs of the stage.

@@ -117,7 +117,7 @@ def test_ranks_share_the_writing() -> None:
     """Two replicas of two slices: each writes half of what is whole, and its slice."""
     whole = {TensorName("model", f"{i}.weight"): held((4, 4)) for i in range(4)}
     ranks = [
-        Inventory.of(
+        Inventory.describe(
             {**whole, TensorName("model", "cut"): held((4, 2), Region(1, 2 * m, 2 * m + 2, 4))}
         )
         for m in (0, 1, 0, 1)
@@ -142,7 +142,7 @@ def test_ranks_share_the_writing() -> None:
 )
 def test_ranks_that_hold_something_else_are_refused(others: LocalTensor, told: str) -> None:
     first = held((4, 4)) if others.cut is None else held((4, 4), Region(0, 0, 4, 8))
-    ranks = [Inventory.of({TensorName("model", "x"): one}) for one in (first, others)]
+    ranks = [Inventory.describe({TensorName("model", "x"): one}) for one in (first, others)]
     with pytest.raises(CheckpointError, match=told):
         plan_files(ranks)
 

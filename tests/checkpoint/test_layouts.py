@@ -374,7 +374,7 @@ def test_a_copy_of_the_folder_and_a_fork_that_stays_leave_the_lock_as_it_is(tmp_
     # As a worker of a loader that outlives the process that was killed.
     worker = fork.Process(target=signal.pause, daemon=True)
     worker.start()
-    owner = FolderOwner.of(tmp_path / "mine")
+    owner = FolderOwner.for_folder(tmp_path / "mine")
     os.close(owner._lock.descriptor)
     owner._lock.process = 0
     assert exit_code_of_another() == 0

@@ -14,8 +14,7 @@ from paddle import nn
 import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.errors import CheckpointError
-from fleetpipe.paddle_api.optimizer import create_state, state_of
-from tests.pipelines import enabled_scaler, job
+from tests.pipelines import enabled_scaler, job, mlp_and_sgd
 
 
 def model(dtype: str = "float32") -> Any:
@@ -110,30 +109,6 @@ def test_master_weights_come_back(tmp_path: Path) -> None:
     assert straight == restored
     files = sorted(path.name for path in tmp_path.rglob("*.safetensors"))
     assert [name.split("-")[0] for name in files] == ["master_weights", "model"]
-
-
-def test_moments_of_master_weights_come_back(tmp_path: Path) -> None:
-    # On CPU there is no kernel that would step them.
-    numbers = np.random.default_rng(5)
-    states = []
-    for _ in range(2):
-        made = model("bfloat16")
-        optimizer = paddle.optimizer.AdamW(parameters=made.parameters(), multi_precision=True)
-        for parameter in made.parameters():
-            create_state(optimizer, 0, [parameter])
-            for tensor in state_of(optimizer, parameter.name).values():
-                tensor.set_value(numbers.standard_normal(tensor.shape).astype("float32"))
-        states.append((made, optimizer))
-    (one, of_one), (other, of_other) = states
-    manager = fleetpipe.CheckpointManager(tmp_path)
-    manager.save(1, model=one, optimizer=of_one)
-    manager.restore(model=other, optimizer=of_other)
-    for parameter, its in zip(one.parameters(), other.parameters()):
-        left, right = state_of(of_one, parameter.name), state_of(of_other, its.name)
-        assert [*left] == [*right] == ["moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc"]
-        assert [t.numpy().tobytes() for t in left.values()] == [
-            t.numpy().tobytes() for t in right.values()
-        ]
 
 
 def test_state_of_what_was_not_stepped_then_is_forgotten(tmp_path: Path) -> None:
@@ -295,6 +270,17 @@ def test_the_rate_that_the_script_gives_counts_and_one_that_the_run_has_set_stay
         assert again.get_lr() == expected
     lines = [text for text in caplog.messages if "learning rate" in text]
     assert lines == ([f"the learning rate {said}"] if said else [])
+
+
+def test_an_optimizer_that_fleet_has_not_wrapped_goes_on_with_the_saved_rate(
+    tmp_path: Path,
+) -> None:
+    with mlp_and_sgd(1) as (pipe, optimizer):
+        fleetpipe.CheckpointManager(tmp_path).save(1, model=pipe, optimizer=optimizer)
+        made = pipe.layers.single_model()
+    plain = paddle.optimizer.SGD(0.5, parameters=made.parameters())
+    fleetpipe.load_single(made, tmp_path, optimizer=plain)
+    assert plain.get_lr() == 0.1
 
 
 def test_the_rate_that_steps_take_comes_back_where_the_optimizer_has_another(

@@ -24,7 +24,6 @@ from fleetpipe.checkpoint.contents.parts import (
     OPTIMIZER,
     ProgramSource,
     Saved,
-    SavedOptimizer,
     SavedPart,
     TensorName,
     saved_names,
@@ -267,7 +266,7 @@ class OptimizerState(SavedPart):
     def __init__(self, optimizer: Optimizer, model: NamedTensors) -> None:
         self._optimizer = unwrap(optimizer)
         #: Says of which parameters this process has the state; None if it has that of all.
-        self._owned_by = optimizer if isinstance(optimizer, SavedOptimizer) else None
+        self._owns_state = getattr(optimizer, "owns_state", None)
         self._model = model
         #: The parameters whose state was created to be filled, and those without saved state.
         self._created: list[Tensor] = []
@@ -319,7 +318,7 @@ class OptimizerState(SavedPart):
         }
         for group, parameters in enumerate(groups_of(self._optimizer)):
             for parameter in parameters:
-                owns = self._owned_by is None or self._owned_by.owns_state(parameter)
+                owns = self._owns_state is None or self._owns_state(parameter)
                 if id(parameter) in named and owns:
                     path, local = named[id(parameter)]
                     yield path, (group, local)

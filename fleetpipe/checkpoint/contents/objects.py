@@ -387,7 +387,7 @@ class Objects:
         return (*of_model, *of_optimizer, parts.REPLICAS, parts.STATE)
 
     def script_part(self, coordinates: RankCoordinates, saved: Trees | None = None) -> ScriptState:
-        """Returns the objects and values of ``state=``; the arguments are as for its class."""
+        """Returns this rank's part of ``state=`` to save, or to restore from ``saved`` trees."""
         return ScriptState(self.state or {}, coordinates, saved)
 
     def training_state(self, model: NamedTensors | None) -> TrainingState:

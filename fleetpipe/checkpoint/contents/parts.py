@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from fleetpipe.aliases import Optimizer, Tensor
+from fleetpipe.aliases import Optimizer
 from fleetpipe.errors import CheckpointError, listed
 from fleetpipe.mesh.parts import Described, JoinedParts, LocalTensor, ModelParts
 
@@ -184,18 +184,6 @@ class SavedProgram(Protocol):
             ConfigError: ``names`` does not fit the program.
             CheckpointError: The startup program has not run.
         """
-
-
-@runtime_checkable
-class SavedOptimizer(Protocol):
-    """An optimizer that wraps one of Paddle's."""
-
-    def owns_state(self, parameter: Tensor) -> bool:
-        """Returns whether this process has the optimizer's state of a parameter."""
-
-    @property
-    def wrapped(self) -> Optimizer:
-        """Paddle's optimizer that this one wraps."""
 
 
 def saved_names(parts: ModelParts, saved: Saved) -> dict[str, str]:

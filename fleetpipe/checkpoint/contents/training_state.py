@@ -27,23 +27,9 @@ from fleetpipe.checkpoint.ranks import RankCoordinates
 from fleetpipe.errors import CheckpointError
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import paddle, paddle_fleet
+from fleetpipe.paddle_api import random as paddle_random
 from fleetpipe.paddle_api.device import device_id
-from fleetpipe.paddle_api.optimizer import (
-    learning_rate_of,
-    rate_of_steps,
-    scheduler_of,
-    set_rates,
-)
-from fleetpipe.paddle_api.random import (
-    generator_state,
-    generator_states,
-    generators,
-    python_states,
-    set_generator_states,
-    set_python_states,
-    state_like,
-    stream_states,
-)
+from fleetpipe.paddle_api.optimizer import learning_rate_of, rate_of_steps, scheduler_of, set_rates
 
 #: The file with the state in the folder of a step.
 FILE = "state.json"
@@ -69,7 +55,7 @@ class SavedData(Protocol):
         """Continues at a position that :meth:`state_dict` returned."""
 
 
-def plain(value: Any, where: str) -> Json:
+def as_json(value: Any, where: str) -> Json:
     """Returns a state as values of JSON: NumPy's and Paddle's numbers become Python's.
 
     Args:
@@ -86,9 +72,9 @@ def plain(value: Any, where: str) -> Json:
     if isinstance(value, (np.ndarray, paddle.Tensor)):
         return np.asarray(value).tolist()
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+        return {key: as_json(item, f"{where}[{key!r}]") for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return [as_json(item, f"{where}[{index}]") for index, item in enumerate(value)]
     raise CheckpointError(
         f"{where} cannot be saved",
         expected="dicts with texts as keys, lists, numbers, texts and None",
@@ -150,7 +136,9 @@ class TrainingState:
         if self._pass is not None and self._pass.begun is not None:
             state["random"]["pass"] = self._pass.begun
         if self._scheduler is not None:
-            state["lr_scheduler"] = plain(self._scheduler.state_dict(), "the LR scheduler's state")
+            state["lr_scheduler"] = as_json(
+                self._scheduler.state_dict(), "the LR scheduler's state"
+            )
             state["restarts"] = [
                 _restart_counters(scheduler)
                 for scheduler in _with_inner_schedulers(self._scheduler)
@@ -160,9 +148,9 @@ class TrainingState:
             state["learning_rate_of_steps"] = rate_of_steps(self._optimizer)
             state["first_learning_rate"] = self._first_rate
         if self._scaler is not None:
-            state["scaler"] = plain(self._scaler.state_dict(), "the scaler's state")
+            state["scaler"] = as_json(self._scaler.state_dict(), "the scaler's state")
         if self._data is not None:
-            state["data"] = plain(self._data.state_dict(), "the position in the data")
+            state["data"] = as_json(self._data.state_dict(), "the position in the data")
         if _gradient_sums() == _TREE:
             state["sums"] = _TREE
         attributes = None if self._attributes is None else self._attributes.state()
@@ -304,9 +292,9 @@ class TrainingState:
             stages, *_ = self._program.streams()
             saved, streams = states.get("program"), dict[int, Any]()
             if saved is not None and saved["stages"] == stages:
-                now = generators()[0].get_state()
+                now = paddle_random.generators()[0].get_state()
                 for stage, stream in saved["others"].items():
-                    state = state_like(now, [stream])
+                    state = paddle_random.state_like(now, [stream])
                     # state_like returns ``now`` for a state that does not fit.
                     if state is not now:
                         streams[int(stage)] = state
@@ -352,7 +340,7 @@ def _without_contents(state: Mapping[str, Any], where: str) -> Json:
     An empty list or dict is an example for any list or dict. ``where`` is the name of the state for
     errors.
     """
-    values = plain(state, where).items()
+    values = as_json(state, where).items()
     return {name: type(v)() if isinstance(v, (list, dict)) else v for name, v in values}
 
 
@@ -451,26 +439,29 @@ def random_states(streams: StageStreams | None = None) -> Json:
         streams: The random streams of a static program's stages; None in dynamic graph.
     """
     states = {
-        "paddle": generator_states(),
-        "streams": {name: [state] for name, state in stream_states().items()},
-        **python_states(),
+        "paddle": paddle_random.generator_states(),
+        "streams": {name: [state] for name, state in paddle_random.stream_states().items()},
+        **paddle_random.python_states(),
     }
     if streams is not None:
         stages, leads, later = streams
-        by_stage = {str(stage): generator_state(state) for stage, state in later.items()}
+        by_stage = {
+            str(stage): paddle_random.generator_state(state) for stage, state in later.items()
+        }
         states["program"] = {"stages": stages, "leads": leads, "others": by_stage}
     return states
 
 
 def set_random_states(states: Json) -> None:
     """Restores a result of :func:`random_states`, except streams that do not exist here."""
-    set_generator_states(states["paddle"])
+    paddle_random.set_generator_states(states["paddle"])
     tracker, card = paddle_fleet.meta_parallel.get_rng_state_tracker(), device_id()
     streams = tracker.get_states_tracker()
     for name in streams.keys() & states["streams"].keys():
-        streams[name][card] = state_like(streams[name][card], states["streams"][name])
+        saved = states["streams"][name]
+        streams[name][card] = paddle_random.state_like(streams[name][card], saved)
     tracker.set_states_tracker(streams)
-    set_python_states(states)
+    paddle_random.set_python_states(states)
 
 
 def _merge_by_rank(states: Sequence[Json], all_coordinates: Sequence[RankCoordinates]) -> Json:
@@ -508,7 +499,7 @@ def _state_for_rank(saved: Json, coordinates: RankCoordinates, leads: bool = Tru
     # For each saved rank, which of its coordinates are equal; in a comparison of lists the earlier
     # ones weigh more. The first of several equal lists is taken.
     likeness = [
-        [mine == other for mine, other in zip(coordinates, saved_coordinates)]
+        [here == there for here, there in zip(coordinates, saved_coordinates)]
         for saved_coordinates in all_coordinates
     ]
     rank = likeness.index(max(likeness))

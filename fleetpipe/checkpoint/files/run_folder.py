@@ -87,7 +87,7 @@ class _Lock:
 class FolderOwner:
     """The right to write into the folder of a run, of which one process at a time has it.
 
-    All checkpoint managers of this process share the object; see :meth:`of`.
+    All checkpoint managers of this process share the object; see :meth:`for_folder`.
     """
 
     def __init__(self, run_directory: Path) -> None:
@@ -96,7 +96,7 @@ class FolderOwner:
         weakref.finalize(self, self._lock.release)
 
     @classmethod
-    def of(cls, run_directory: Path) -> FolderOwner:
+    def for_folder(cls, run_directory: Path) -> FolderOwner:
         """Returns this process's only object for a folder."""
         return _owner_of_folder.setdefault(run_directory.resolve(), cls(run_directory.resolve()))
 
@@ -295,7 +295,7 @@ def is_checkpoint(path: Path) -> bool:
     return (path / manifest.MANIFEST).is_file() or bool(complete_steps(path))
 
 
-def step_in(path: Path, step: int | None = None) -> Path:
+def find_step(path: Path, step: int | None = None) -> Path:
     """Returns the folder of a step, from a path that a user gave.
 
     Args:
@@ -446,7 +446,7 @@ class Retention:
                 fix='pass best=("loss", "min")',
             )
 
-    def require(self, metrics: Mapping[str, float] | None) -> None:
+    def require_metric(self, metrics: Mapping[str, float] | None) -> None:
         """Raises a ``ConfigError`` if the metrics of a step lack the metric of ``best``."""
         if self.best is not None and self.best[0] not in (metrics or {}):
             raise ConfigError(
@@ -503,8 +503,8 @@ class Retention:
             )
         return steps[number]
 
-    def apply(self) -> None:
-        """Removes the steps that the rule does not keep.
+    def remove_old_steps(self) -> None:
+        """Removes the saved steps that ``max_to_keep`` and ``best`` do not keep.
 
         Raises:
             OSError: A step cannot be removed.

@@ -379,7 +379,7 @@ class Inventory(NamedTuple):
     tensors: Mapping[TensorName, Holding]
 
     @classmethod
-    def of(cls, local: Mapping[TensorName, LocalTensor]) -> Inventory:
+    def describe(cls, local: Mapping[TensorName, LocalTensor]) -> Inventory:
         """Describes the tensors that this rank has.
 
         Raises:

@@ -60,12 +60,12 @@ def bytes_of_tensor(local: LocalTensor) -> memoryview:
     tensor = local.tensor
     if isinstance(tensor, np.ndarray):
         return _as_bytes(np.ascontiguousarray(tensor))
-    kept, memories = bridge.readable([tensor], [_describe_local(local)])
+    copy, memories = bridge.readable([tensor], [_describe_local(local)])
     if not memories:
         return memoryview(b"")
     (memory,) = memories
     owner: Any = memory.obj
-    owner.kept = kept  # keeps a copy alive as long as its bytes are used
+    owner.kept = copy  # keeps a copy alive as long as its bytes are used
     return memory
 
 
@@ -214,12 +214,15 @@ class Writing:
             PipelineTimeout: A rank did not arrive within the limit.
         """
         if ranks.rank in elsewhere:
-            ranks.give(self._bytes_of(name) for name, _, _ in self.task.plan.parts_of(ranks.rank))
+            ranks.send_parts(
+                self._bytes_of(name) for name, _, _ in self.task.plan.parts_of(ranks.rank)
+            )
             return
         self.run()
         for rank in elsewhere if ranks.rank == 0 else ():
             parts = {
-                name: LocalTensor(ranks.take(rank)) for name, _, _ in self.task.plan.parts_of(rank)
+                name: LocalTensor(ranks.receive_part(rank))
+                for name, _, _ in self.task.plan.parts_of(rank)
             }
             of_rank = Writing(replace(self.task, rank=rank), bytes_in(parts))
             of_rank.run()
@@ -313,7 +316,7 @@ def _publish_if_complete(task: Assignment) -> None:
             f"what is later is set aside in {run_directory} as {names}"
         )
     try:
-        task.retention.apply()
+        task.retention.remove_old_steps()
     except OSError as error:
         _log.warning(
             f"step {step} is saved in {run_directory}; one that is due to go stays: {error}"

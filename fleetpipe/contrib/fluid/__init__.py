@@ -32,19 +32,9 @@ FLUID = "paddle.fluid"
 
 #: The modules of Paddle in which a name of ``paddle.fluid`` is looked up, in this order.
 _SEARCHED_MODULES = (
-    "paddle",
-    "paddle.static",
-    "paddle.static.nn",
-    "paddle.nn",
-    "paddle.nn.functional",
-    "paddle.nn.initializer",
-    "paddle.optimizer",
-    "paddle.optimizer.lr",
-    "paddle.regularizer",
-    "paddle.metric",
-    "paddle.io",
-    "paddle.utils",
-    "paddle.base",
+    *("paddle", "paddle.static", "paddle.static.nn", "paddle.nn", "paddle.nn.functional"),
+    *("paddle.nn.initializer", "paddle.optimizer", "paddle.optimizer.lr", "paddle.regularizer"),
+    *("paddle.metric", "paddle.io", "paddle.utils", "paddle.base"),
 )
 #: Older names, with the names that have replaced them.
 _RENAMED = {
@@ -292,7 +282,7 @@ def name_today(old: str) -> str | None:
 
 @contextmanager
 def provide() -> Iterator[None]:
-    """While it is open, Paddle has the names of the table :data:`NAMES`."""
+    """Opens a context in which Paddle has the older names of the table :data:`NAMES`."""
     with ExitStack() as undo:
         finder = Finder(_refuse_import)
         sys.meta_path.insert(0, finder)
@@ -304,7 +294,7 @@ def provide() -> Iterator[None]:
 
 
 def _paddle_has(name: Older) -> bool:
-    """Returns whether this Paddle itself has a working object under the name, which stays."""
+    """Returns whether Paddle has a working object under an older name, so that none is added."""
     if name.old == "static.nn.embedding":
         return not paddle.base.framework.use_pir_api()
     return name.old == "CUDAPlace" and device_kind() == "gpu"

@@ -18,7 +18,7 @@ import numpy as np
 
 from fleetpipe import fleet_files
 from fleetpipe.checkpoint.contents.parts import MODEL, TensorName
-from fleetpipe.checkpoint.contents.training_state import plain
+from fleetpipe.checkpoint.contents.training_state import as_json
 from fleetpipe.checkpoint.files import tensors, writer
 from fleetpipe.checkpoint.files.manifest import tensor_digest
 from fleetpipe.checkpoint.files.tensors import (
@@ -81,7 +81,7 @@ class Checkpoint:
     files: tuple[Path, ...] = ()
     plain_order: tuple[str, ...] = ()
 
-    def of(self, group: str) -> dict[str, LazyTensor]:
+    def tensors_of(self, group: str) -> dict[str, LazyTensor]:
         """Returns the tensors of a group, such as "model", by their names in it."""
         return {name.name: tensor for name, tensor in self.tensors.items() if name.group == group}
 
@@ -90,7 +90,7 @@ class Checkpoint:
 
         A tensor of the optimizer gets the plain name of its parameter.
         """
-        plain_names = dict(zip(self.of(MODEL), self.plain_order))
+        plain_names = dict(zip(self.tensors_of(MODEL), self.plain_order))
 
         def plain_name(name: TensorName) -> TensorName:
             parameter, slash, kind = name.name.partition("/")
@@ -100,7 +100,7 @@ class Checkpoint:
         return replace(self, tensors=tensors, plain_order=())
 
     def plan_of_files(self) -> FilePlan:
-        """Returns which safetensors files a save of the checkpoint writes, and what is in each."""
+        """Returns the safetensors files that a save of the checkpoint writes, and their tensors."""
         holdings = {name: Holding(one.described, None, False) for name, one in self.tensors.items()}
         return plan_files([Inventory(holdings)])
 
@@ -205,7 +205,7 @@ def scheduler_in(folder: Path) -> Mapping[str, Any] | None:
         CheckpointError: The file is damaged.
     """
     path = folder / SCHEDULER
-    return plain(fleet_files.arrays(path), SCHEDULER) if path.is_file() else None
+    return as_json(fleet_files.load_arrays(path), SCHEDULER) if path.is_file() else None
 
 
 def write_scheduler_and_files(state: Checkpoint, folder: Path) -> None:

@@ -31,7 +31,12 @@ from fleetpipe.checkpoint.contents.parts import (
 )
 from fleetpipe.checkpoint.files import run_folder
 from fleetpipe.checkpoint.files.manifest import Entry, Manifest, SavedStep, StepReader
-from fleetpipe.checkpoint.files.run_folder import Retention, complete_steps, is_checkpoint, step_in
+from fleetpipe.checkpoint.files.run_folder import (
+    Retention,
+    complete_steps,
+    find_step,
+    is_checkpoint,
+)
 from fleetpipe.checkpoint.files.tensors import indexes
 from fleetpipe.checkpoint.files.writer import Assignment, described_files, write
 from fleetpipe.checkpoint.ranks import Ranks
@@ -77,7 +82,7 @@ def read_step(path: Path, step: int | None = None) -> Checkpoint:
     Raises:
         CheckpointError: There is no such step, or it is damaged.
     """
-    reader = StepReader(step_in(path, step))
+    reader = StepReader(find_step(path, step))
     reader.check(GROUPS)
     contents = reader.manifest.tensors
     model = [TensorName(MODEL, name) for name in reader.manifest.order]
@@ -133,8 +138,8 @@ def write_step(state: Checkpoint, run_directory: Path, step: int) -> None:
     plan = state.plan_of_files()
     text = training_state.to_text({"step": step, **merged})
     texts = {**indexes(plan), training_state.FILE: text}
-    order, versions = (*state.of(MODEL),), {"fleetpipe": __version__, "paddle": VERSION}
-    kinds = {name.rpartition("/")[2] for name in state.of(OPTIMIZER)}
+    order, versions = (*state.tensors_of(MODEL),), {"fleetpipe": __version__, "paddle": VERSION}
+    kinds = {name.rpartition("/")[2] for name in state.tensors_of(OPTIMIZER)}
     # No other format names the optimizer's type: libraries' Trainers use AdamW, if not Momentum.
     optimizer = "Momentum" if kinds == {"velocity_0"} else "AdamW" if kinds else None
     files = described_files(plan, texts)
@@ -177,7 +182,7 @@ FORMATS = {
     FLEETPIPE: Format("manifest.json", is_checkpoint, read_step, None, tuple(GROUPS)),
     FLEET: Format(
         "layer_*-model_states.pdparams",
-        model_files.has_layer_files,
+        lambda folder: any(folder.glob("layer_*-model_states.pdparams")),
         model_files.read_layer_files,
         model_files.write_layer_files,
         (MODEL,),
@@ -205,7 +210,7 @@ FORMATS = {
     ),
     PRETRAINED: Format(
         model_files.STATE_FILE,
-        model_files.is_state_file,
+        lambda folder: (folder / model_files.STATE_FILE).is_file(),
         model_files.read_state_file,
         model_files.write_state_file,
         (MODEL,),
@@ -361,7 +366,7 @@ def write_parameters(folder: Path, target: Path) -> None:
         CheckpointError: The checkpoint cannot be read.
         OSError: The file cannot be written.
     """
-    model = read_step(folder).of(MODEL)
+    model = read_step(folder).tensors_of(MODEL)
     fleet_files.save(target, {name: paddle_tensor(tensor) for name, tensor in model.items()})
 
 
@@ -407,7 +412,7 @@ def load_checkpoint(
             raise ConfigError(f"no format is {read_as!r}", fix=nearest(read_as, FORMATS))
         renaming = None if names is None else read_map(os.fspath(names), reverse=reverse_names)
         if read_as == FLEETPIPE and renaming is None:
-            return StepReader(step_in(path)), objects
+            return StepReader(find_step(path)), objects
         state = read_checkpoint(path, read_as, renaming)
         return _ForeignStep(state, optimizer), _objects_to_load(objects, state)
 
@@ -437,7 +442,7 @@ class _ForeignStep:
         self._state = state
         entries = {name: Entry("", tensor.described, ()) for name, tensor in state.tensors.items()}
         kind = None
-        if optimizer is not None and state.of(OPTIMIZER):
+        if optimizer is not None and state.tensors_of(OPTIMIZER):
             # No other format names the type of the optimizer that was saved. It counts as that of
             # ``optimizer``: whether the two fit shows in the kinds of their tensors.
             kind = type(unwrap(optimizer)).__name__
@@ -445,7 +450,7 @@ class _ForeignStep:
             step=state.step or 0,
             files={},
             tensors=entries,
-            order=(*state.of(MODEL),),
+            order=(*state.tensors_of(MODEL),),
             optimizer=kind,
             metrics={},
             layout={},

@@ -55,11 +55,7 @@ _NUMBER = re.compile(r"(?<![\w.$])(?=\d+\.|\$LAYER_ID\.)")
 _MISFITS = (AssertionError, ValueError, LookupError, SyntaxError, RuntimeError)
 
 #: PaddleFormers' folder of each group.
-FOLDERS = {
-    MODEL: "model_state",
-    OPTIMIZER: "optimizer_state",
-    MASTER_WEIGHTS: "master_weight",
-}
+FOLDERS = {MODEL: "model_state", OPTIMIZER: "optimizer_state", MASTER_WEIGHTS: "master_weight"}
 #: The endings of the file of metadata and of the ranks' files.
 _METADATA, _SHARD = ".metadata", ".distcp"
 #: The last part of the name of a master weight.
@@ -88,7 +84,7 @@ class Copied(NamedTuple):
     casts: tuple[str, ...]
 
 
-def _flex_checkpoint(name: str) -> Any:
+def _import_flex_checkpoint(name: str) -> Any:
     """Imports a module of Paddle's ``flex_checkpoint``; raises ConfigError if it has none."""
     try:
         return importlib.import_module(f"paddle.distributed.flex_checkpoint.{name}")
@@ -105,7 +101,7 @@ def metadata_of(tensors: Mapping[str, tuple[str, tuple[int, ...], str]]) -> Any:
     Args:
         tensors: The dtype, the shape and the file of each, by name.
     """
-    classes = _flex_checkpoint(_METADATA_MODULE)
+    classes = _import_flex_checkpoint(_METADATA_MODULE)
     described, files = {}, {}
     for name, (dtype, shape, file) in tensors.items():
         begin = (0,) * len(shape)
@@ -130,7 +126,7 @@ def compose(
     Raises:
         ConfigError: This Paddle has no such language, or a statement does not fit the model.
     """
-    described = _flex_checkpoint("dcp.sharded_weight").ShardedWeightDesc
+    described = _import_flex_checkpoint("dcp.sharded_weight").ShardedWeightDesc
     shards = {}
     for name, (dtype, shape) in shapes.items():
         word = _NUMBER.sub(_NUMBERED, name)
@@ -140,7 +136,7 @@ def compose(
         "aoa_config_reverse": reverse,
         "enable_traceback": False,
     }
-    new_engine = _flex_checkpoint("aoa.aoa_engine").AOAEngine
+    new_engine = _import_flex_checkpoint("aoa.aoa_engine").AOAEngine
     try:
         engine = new_engine(config, shards, None)
     except _MISFITS as error:
@@ -252,8 +248,8 @@ def read_folder(folder: Path) -> Checkpoint:
     else:
         by_name = _ShardedFolder(folder).tensors
         contents = {_tensor_name(name, by_name): tensor for name, tensor in by_name.items()}
-    rest = other_files(folder, f"*{_METADATA}", f"*{_SHARD}", "*.safetensors", SCHEDULER)
-    return Checkpoint(contents, None, scheduler_in(folder), rest)
+    files = other_files(folder, f"*{_METADATA}", f"*{_SHARD}", "*.safetensors", SCHEDULER)
+    return Checkpoint(contents, None, scheduler_in(folder), files)
 
 
 def _checkpoint_names(
@@ -306,7 +302,7 @@ class _ShardedFolder:
             )
         self._folder, (self._path,) = folder, metadata_files
         self._files: dict[Path, Mapping[str, LazyTensor]] = {}
-        metadata = fleet_files.record(self._path, RECORDS).fields
+        metadata = fleet_files.load_record(self._path, RECORDS).fields
         try:
             self._described: dict[str, list[PickledObject]] = metadata["state_dict_metadata"]
             self._file_of_part = {
@@ -403,7 +399,7 @@ def _read_tensors(path: Path) -> Mapping[str, LazyTensor]:
     if path.suffix == ".safetensors" and path.is_file():
         layout = tensors.read_layout(path)
         return {name: lazy_stored_tensor(path, stored) for name, stored in layout.tensors.items()}
-    return {name: lazy_array(path, array) for name, array in fleet_files.mapped(path).items()}
+    return {name: lazy_array(path, array) for name, array in fleet_files.load_mapped(path).items()}
 
 
 def write_folder(state: Checkpoint, folder: Path) -> None:
@@ -419,7 +415,8 @@ def write_formers(state: Checkpoint, folder: Path) -> None:
     for group, name in FOLDERS.items():
         (folder / name).mkdir()
         of_group = {
-            _distributed_name(TensorName(group, n)): tensor for n, tensor in state.of(group).items()
+            _distributed_name(TensorName(group, n)): tensor
+            for n, tensor in state.tensors_of(group).items()
         }
         _write_shards(of_group, folder / name)
     write_scheduler_and_files(state, folder)

@@ -54,11 +54,6 @@ _SOURCE = Source(
 )
 
 
-def has_layer_files(folder: Path) -> bool:
-    """Returns whether a folder has Fleet's layer files."""
-    return any(folder.glob("layer_*-model_states.pdparams"))
-
-
 def read_layer_files(folder: Path) -> Checkpoint:
     """Reads the names and shapes of the tensors in Fleet's layer files.
 
@@ -81,7 +76,7 @@ def read_layer_files(folder: Path) -> Checkpoint:
                 "then save with a CheckpointManager",
             )
         saved.require(path.name)
-        for name, array in fleet_files.mapped(path).items():
+        for name, array in fleet_files.load_mapped(path).items():
             full = TensorName(MODEL, f"{number}.{name}")
             if full in contents:
                 raise CheckpointError(
@@ -103,7 +98,7 @@ def write_layer_files(state: Checkpoint, folder: Path) -> None:
         OSError: A file cannot be written.
     """
     layers: dict[int, dict[str, LazyTensor]] = {}
-    for name, tensor in state.of(MODEL).items():
+    for name, tensor in state.tensors_of(MODEL).items():
         match = _LAYER_NAME.fullmatch(name)
         if match is None:
             raise CheckpointError(
@@ -115,11 +110,6 @@ def write_layer_files(state: Checkpoint, folder: Path) -> None:
     for layer in range(max(layers, default=-1) + 1):
         state_dict = {name: paddle_tensor(one) for name, one in layers.get(layer, {}).items()}
         fleet_files.save(folder / LayerFile(layer).name, state_dict)
-
-
-def is_state_file(folder: Path) -> bool:
-    """Returns whether a folder has PaddleNLP's state file."""
-    return (folder / STATE_FILE).is_file()
 
 
 def read_state_file(folder: Path) -> Checkpoint:
@@ -137,7 +127,7 @@ def read_state_dict(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: It cannot be read, or has values that are no tensors.
     """
-    contents = fleet_files.mapped(path)
+    contents = fleet_files.load_mapped(path)
     foreign = [str(name) for name, value in contents.items() if not isinstance(value, np.ndarray)]
     if foreign:
         raise CheckpointError(
@@ -151,7 +141,7 @@ def read_state_dict(path: Path) -> Checkpoint:
 
 def write_state_file(state: Checkpoint, folder: Path) -> None:
     """Writes PaddleNLP's state file, and copies the JSON files of the source."""
-    tensors = {name: paddle_tensor(tensor) for name, tensor in state.of(MODEL).items()}
+    tensors = {name: paddle_tensor(tensor) for name, tensor in state.tensors_of(MODEL).items()}
     fleet_files.save(folder / STATE_FILE, tensors)
     for file in state.files:
         if file.suffix == ".json":
@@ -194,8 +184,8 @@ def read_unified(folder: Path) -> Checkpoint:
     if (folder / _TRAINER).is_file():
         source = _SOURCE._replace(summary=f"{_TRAINER} is not what a Trainer writes")
         step = read(folder / _TRAINER, source, lambda value: value["global_step"].count())
-    rest = other_files(folder, "*.safetensors", f"*{_INDEX}", SCHEDULER)
-    return Checkpoint(contents, step, scheduler_in(folder), rest, _names_if_sorted(contents))
+    files = other_files(folder, "*.safetensors", f"*{_INDEX}", SCHEDULER)
+    return Checkpoint(contents, step, scheduler_in(folder), files, _names_if_sorted(contents))
 
 
 def _names_if_sorted(contents: Mapping[TensorName, LazyTensor]) -> tuple[str, ...]:
@@ -221,8 +211,8 @@ def read_huggingface(folder: Path) -> Checkpoint:
     """
     tensors_by_name = _read_group(folder, MODEL)
     contents = {TensorName(MODEL, name): tensor for name, tensor in tensors_by_name.items()}
-    rest = other_files(folder, "*.safetensors", f"*{_INDEX}")
-    return Checkpoint(contents, None, None, rest, _names_if_sorted(contents))
+    files = other_files(folder, "*.safetensors", f"*{_INDEX}")
+    return Checkpoint(contents, None, None, files, _names_if_sorted(contents))
 
 
 def _read_group(folder: Path, group: str) -> dict[str, LazyTensor]:
@@ -319,6 +309,6 @@ def _write_safetensors(state: Checkpoint, folder: Path, made_by: str) -> None:
                     tensors.write(file, stored, None, memory_of(array))
     for name, text in indexes(plan).items():
         index = json.loads(text)
-        order = [n for n in state.of(name.removesuffix(_INDEX)) if n in index["weight_map"]]
+        order = [n for n in state.tensors_of(name.removesuffix(_INDEX)) if n in index["weight_map"]]
         index["weight_map"] = {n: index["weight_map"][n] for n in order}
         (folder / name).write_text(json.dumps(index, indent=1), encoding="utf-8")

@@ -95,7 +95,7 @@ def rename(state: Checkpoint, names: NameMap) -> Checkpoint:
         CheckpointError: The checkpoint has tensors that the map does not cover, or lacks some.
         ConfigError: A statement does not fit.
     """
-    model = state.of(MODEL)
+    model = state.tensors_of(MODEL)
     shapes = {name: tensor.described for name, tensor in model.items()}
     outputs, unread = compose(_statements_to_use(names, model), names.reverse, shapes)
     if unread:
@@ -130,11 +130,11 @@ def _optimizer_tensors(state: Checkpoint) -> list[tuple[str, str, dict[str, Lazy
         name of their parameter.
     """
     kinds: dict[str, dict[str, LazyTensor]] = {}
-    for name, tensor in state.of(OPTIMIZER).items():
+    for name, tensor in state.tensors_of(OPTIMIZER).items():
         parameter, _, kind = name.rpartition("/")
         kinds.setdefault(kind, {})[parameter] = tensor
     of_optimizer = [(OPTIMIZER, kind, sources) for kind, sources in kinds.items()]
-    return [*of_optimizer, (MASTER_WEIGHTS, "", state.of(MASTER_WEIGHTS))]
+    return [*of_optimizer, (MASTER_WEIGHTS, "", state.tensors_of(MASTER_WEIGHTS))]
 
 
 def _statements_to_use(names: NameMap, model: Mapping[str, LazyTensor]) -> list[str]:

@@ -107,7 +107,9 @@ def belongs_to_loader(op: Op) -> bool:
     return bool(op.type == _READ or (op.type.startswith("create_") and op.type.endswith("reader")))
 
 
-def items_of(program: Program, run: Callable[..., Sequence[Tensor]]) -> Iterator[Item] | None:
+def items_from_loader(
+    program: Program, run: Callable[..., Sequence[Tensor]]
+) -> Iterator[Item] | None:
     """Returns the micro-batches that a program reads from a loader by itself; None without one.
 
     Args:
@@ -179,7 +181,7 @@ def _read_items(
     Args:
         part: The program that reads.
         names: The variables that it writes.
-        run: As for :func:`items_of`.
+        run: As for :func:`items_from_loader`.
     """
     while True:
         try:

@@ -207,7 +207,7 @@ def _scope_name(variable: Variable) -> str:
 
 
 def _initial_variables(program: Program) -> list[str]:
-    """Returns the variables that exist before the first operation: data and parameters."""
+    """Returns the names of the variables that are there before any operation: data, parameters."""
     block = program.global_block()
     written: set[str] = set()
     sources: dict[str, None] = {}

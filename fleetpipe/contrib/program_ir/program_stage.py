@@ -55,8 +55,8 @@ class ProgramStage:
         self._program = program.clone()
         self._block = self._program.global_block()
         numbers = split.operations_of(stage)
-        mine = {number - offset for number in numbers}
-        remove_operations(self._program, [i for i in range(len(self._block.ops)) if i not in mine])
+        kept = {number - offset for number in numbers}
+        remove_operations(self._program, [i for i in range(len(self._block.ops)) if i not in kept])
         self._read = {
             name for op in self._block.ops for name in program_ir.variables_read(self._program, op)
         }
@@ -71,7 +71,8 @@ class ProgramStage:
         self._forward = len(self._block.ops)
         self._copies = 0
         with static.program_guard(self._program, static.Program()):
-            self.accumulators, self.input_gradients = backward.append(self, split, stage, loss)
+            gradients = backward.append_backward(self, split, stage, loss)
+            self.accumulators, self.input_gradients = gradients
         # The copies served the differentiation only.
         remove_operations(self._program, range(self._forward, self._forward + self._copies))
         changed = {name for name in self._writers() if self._is_persistable(name)}
@@ -90,11 +91,11 @@ class ProgramStage:
             leave_device(op)
 
     def incoming(self, value: int) -> str:
-        """Returns the name of the variable with a value of an earlier stage."""
+        """Names the variable with a value of an earlier stage."""
         return self._names[value]
 
     def outgoing(self, value: int) -> str:
-        """Returns the name of the variable with a value that the stage computes."""
+        """Names the variable with a value that the stage computes."""
         return self._names[value]
 
     def cut(self, exports: Iterable[int], kinds: Collection[str] = ("B",)) -> NativePrograms:
@@ -272,7 +273,7 @@ class ProgramStage:
             op = next(op for op in self._block.ops if name in op.output_arg_names)
             line = program_ir.user_line_of(op)
             where = f"operation {op.type!r} ({line}) of stage {self._stage}"
-            raise backward.through_control_flow(where)
+            raise backward.control_flow_error(where)
         return not variable.persistable
 
     def parameters(self) -> dict[str, Variable]:
@@ -300,8 +301,8 @@ class ProgramStage:
         self._copies += 1
         return copy
 
-    def fed(self, name: str, like: Variable) -> Variable:
-        """Creates a variable that is fed, with the shape and dtype of another."""
+    def scope_variable(self, name: str, like: Variable) -> Variable:
+        """Creates the scope's variable ``name``, with the shape and dtype of ``like``."""
         return program_ir.create_variable(self._block, name, like.shape, like.dtype)
 
     def add(self, parts: Sequence[Variable]) -> Variable:
@@ -318,13 +319,8 @@ class ProgramStage:
         """Returns whether a gradient has only some of the rows."""
         return program_ir.is_sparse(grad)
 
-    def leave(self, grad: Variable, name: str) -> str:
-        """Returns the name under which a program leaves a gradient in the scope: its own.
-
-        Args:
-            grad: The variable of the gradient.
-            name: Has no effect: a Program needs no other name.
-        """
+    def export_gradient(self, grad: Variable, name: str) -> str:
+        """Returns the name under which a gradient is in the scope: its own, not ``name``."""
         return str(grad.name)
 
     def _refuse_rewritten(self, numbers: Iterable[int]) -> None:

@@ -17,20 +17,13 @@ from paddle import nn
 
 from fleetpipe import fleet, static
 from fleetpipe.errors import CheckpointError, ConfigError
-from fleetpipe.fleet_files import arrays
+from fleetpipe.fleet_files import load_arrays
 from fleetpipe.paddle_api.static import program_classes, static_io
 from fleetpipe.static import full_state_dict, state_dict
 from fleetpipe.static.entry import patches
 from fleetpipe.static.entry.patches import SERVED, SERVED_METHODS
 from tests.fixtures import Call
-from tests.static.networks import (
-    assert_same,
-    batches,
-    executor_of,
-    mlp,
-    static_mode,
-    strategy_of,
-)
+from tests.static.networks import assert_same, batches, executor_of, mlp, static_mode, strategy_of
 
 
 def started(seed: int = 7) -> Any:
@@ -86,7 +79,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         train(exe, loss, batches(1))
         expected = static.full_state_dict()
         for file in (path, path.with_suffix(".pdopt")):
-            content, whole = file.read_bytes(), arrays(file)
+            content, whole = file.read_bytes(), load_arrays(file)
             name = next(name for name in sorted(whole, reverse=True) if whole[name].ndim == 2)
             other = pickle.dumps({**whole, name: whole[name].astype("float64")})
             for damaged, words in [
