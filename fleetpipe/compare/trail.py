@@ -173,7 +173,7 @@ def file_of(folder: Path, rank: int) -> Path:
 
 
 def read(folder: Path) -> list[list[CallRecord]]:
-    """Returns the events of each rank of a run."""
+    """Reads the events of each rank of a run from the files in its folder."""
     files = sorted(folder.glob("rank-*.jsonl"), key=lambda file: int(file.stem.rpartition("-")[2]))
     lines_of_ranks = (file.read_text(encoding="utf-8").splitlines() for file in files)
     return [[*map(CallRecord.from_json, lines)] for lines in lines_of_ranks]

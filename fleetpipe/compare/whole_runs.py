@@ -389,7 +389,7 @@ def _run_ways(options: argparse.Namespace, folder: Path) -> Iterator[WayVerdict]
 
 
 class Judge:
-    """Compares the results of ways with those of the first way.
+    """Compares the results of several ways to run a script with those of the first way.
 
     Only results that are equal when the first way runs again are compared.
     """

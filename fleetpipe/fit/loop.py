@@ -168,14 +168,15 @@ class Loop:
         if pending:
             # Too few batches for a step, as in paddle.Model: a resumed training repeats them.
             self._train_on(pending, step=False)
-        return self._end_pass()
+        return self._reset_metrics()
 
     def evaluate(self, source: BatchSource) -> Logs:
         """Returns the mean loss of all rows, and the metrics of all batches."""
         self._model.mode, limit = "eval", self.left
         steps = source.steps if limit is None else min(limit, source.steps or limit)
         self._loss_sum = self._weights = 0.0
-        self._end_pass()  # a checkpoint, or an evaluation that failed, leaves counts in the metrics
+        # A checkpoint, or an evaluation that failed, leaves counts in the metrics.
+        self._reset_metrics()
         self._call_callbacks(
             "on_begin", "eval", {"steps": steps, "metrics": self._model.metric_names}
         )
@@ -183,7 +184,7 @@ class Loop:
             self._call_callbacks("on_batch_begin", "eval", step, self.logs)
             loss, weight = self._runner.evaluate(rows)
             self._report_batch("eval", step, rows, loss if self._runner.has_loss else None, weight)
-        logs = self._end_pass()
+        logs = self._reset_metrics()
         mean = self._mean_loss()
         if mean is not None:
             logs["loss"] = [mean]
@@ -279,7 +280,7 @@ class Loop:
         """Returns the weighted mean of the batches' losses; None if no batch had a loss."""
         return self._loss_sum / self._weights if self._weights else None
 
-    def _end_pass(self) -> Logs:
+    def _reset_metrics(self) -> Logs:
         """Resets the metrics, and returns the logs."""
         for metric in self._runner.metrics:
             metric.reset()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,8 +15,9 @@ from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec
 from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, PipelineParallel
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.fit import arguments, networks
-from fleetpipe.fit.callbacks import checkpoint, progress, rank_policy
+from fleetpipe.fit.callbacks import progress, rank_policy
 from fleetpipe.fit.callbacks.callback_list import build_callback_list
+from fleetpipe.fit.callbacks.checkpoint import PipelineCheckpoint
 from fleetpipe.fit.loop import History, Logs, Loop
 from fleetpipe.fit.micro_batches import Metric, Rows, as_list, batch_from_item, metric_names_of
 from fleetpipe.fit.position import BatchSource, Position, make_batch_source
@@ -314,7 +315,9 @@ class Model(paddle.Model):
         if num_iters is not None and steps is not None:
             epochs, steps = -(-num_iters // steps), min(num_iters, steps)
         if resumes or save_steps is not None:
-            callbacks = checkpoint.with_checkpoint(callbacks, save_steps, save_freq)
+            callbacks = [callback for callback in as_list(callbacks) if callback]
+            if not any(isinstance(callback, PipelineCheckpoint) for callback in callbacks):
+                callbacks.append(PipelineCheckpoint(None, save_steps, save_freq))
         shown: Any = {"log_freq": log_freq, "verbose": verbose}
         saved: Any = {"save_freq": save_freq, "save_dir": save_dir}
         callback_list = build_callback_list(
@@ -322,12 +325,11 @@ class Model(paddle.Model):
         )
 
         position = Position(runner, source, callback_list.callbacks)
-        with (
-            progress.closing_bars(callback_list.callbacks),
-            checkpoint.saving_context(
-                callback_list.callbacks, position, save_dir, resumes, state
-            ) as saver,
-        ):
+        savers = [one for one in callback_list.callbacks if isinstance(one, PipelineCheckpoint)]
+        saving: AbstractContextManager[PipelineCheckpoint | None] = nullcontext()
+        if savers:
+            saving = savers[0].saving(position, save_dir, resumes, state)
+        with progress.closing_bars(callback_list.callbacks), saving as saver:
             left = None if num_iters is None else max(0, num_iters - position.taken)
             done, total = runner.trained, None
             if source.steps is not None:

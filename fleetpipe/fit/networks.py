@@ -15,7 +15,6 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -133,19 +132,10 @@ def _counted_names_of(model: Layer) -> dict[str, str]:
     return names
 
 
-class Paths(NamedTuple):
-    """The two files of ``Model.save``."""
-
-    parameters: Path
-    state: Path
-
-    @classmethod
-    def of(cls, path: str | os.PathLike[str]) -> Paths:
-        """Returns the files of a path, which may have the ending of one of them."""
-        name = os.fspath(path)
-        for ending in (PARAMETERS, STATE):
-            name = name.removesuffix(ending)
-        return cls(Path(name + PARAMETERS), Path(name + STATE))
+def _files_of(path: str | os.PathLike[str]) -> tuple[Path, Path]:
+    """Returns the files of parameters and state of a path, which may have the ending of one."""
+    name = os.fspath(path).removesuffix(PARAMETERS).removesuffix(STATE)
+    return Path(name + PARAMETERS), Path(name + STATE)
 
 
 def save(job: Job, path: str, pipeline: PipelineParallel, optimizer: Optimizer) -> None:
@@ -165,7 +155,7 @@ def save(job: Job, path: str, pipeline: PipelineParallel, optimizer: Optimizer) 
 
     def write() -> None:
         if full_tensors:
-            files = Paths.of(path)
+            file, state_file = _files_of(path)
             # The single model may have copies of layers, whose names end with _deepcopy_0.
             counted = counted_names(pipeline.layers)
             names = {full: _COPY_SUFFIX.sub("", name) for full, name in counted.items()}
@@ -173,13 +163,11 @@ def save(job: Job, path: str, pipeline: PipelineParallel, optimizer: Optimizer) 
             for name, tensor in parameters.items():
                 tensor.name = names[name]
             order = [slot.name for slot in pipeline.layers.state.whole_slots()]
-            contents: dict[str, Nest] = {
-                files.parameters.name: {name: parameters[name] for name in order}
-            }
+            contents: dict[str, Nest] = {file.name: {name: parameters[name] for name in order}}
             state = _optimizer_state_to_save(full_tensors, names, optimizer)
             if state:
-                contents[files.state.name] = dict(state)
-            fleet_files.save_all(files.parameters.parent, contents)
+                contents[state_file.name] = dict(state)
+            fleet_files.save_all(file.parent, contents)
 
     Ranks.of_job().together(f"saving {path}", write)
 
@@ -239,7 +227,7 @@ def load_parameters(path: str, network: PipelineLayer, skip_mismatch: bool) -> b
     Raises:
         CheckpointError: The file is missing or damaged, or does not fit.
     """
-    state = fleet_files.load(Paths.of(path).parameters)
+    state = fleet_files.load(_files_of(path)[0])
     left_out = []
     if skip_mismatch:
         shapes = {slot.name: list(slot.shape) for slot in network.state.whole_slots()}
@@ -265,13 +253,13 @@ def load_optimizer_state(path: str, pipeline: PipelineParallel, optimizer: Optim
         CheckpointError: A file is missing or damaged, or of another optimizer or model; no value
             has changed.
     """
-    files = Paths.of(path)
-    if not files.state.exists():
+    file, state_file = _files_of(path)
+    if not state_file.exists():
         return
-    contents = fleet_files.load_arrays(files.state)
+    contents = fleet_files.load_arrays(state_file)
     part = OptimizerState(optimizer, NamedTensors(pipeline.layers.state.checkpoint_part()))
     base = unwrap(optimizer)
-    names = _full_names_by_counted(files.parameters, pipeline.layers)
+    names = _full_names_by_counted(file, pipeline.layers)
     values = _arrays_by_checkpoint_name(contents, names, name_prefix(base))
     described = {name: LocalTensor(value).described for name, value in values.items()}
     order = tuple(slot.name for slot in pipeline.layers.state.whole_slots())

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from fleetpipe.aliases import Nest
-from fleetpipe.checkpoint.contents.training_state import plain
+from fleetpipe.checkpoint.contents.training_state import as_json
 from fleetpipe.dygraph import random_keys
 from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.fit.arguments import require_data
@@ -284,7 +284,7 @@ class Position:
             runner: Counts the batches of all trainings, and has the metrics.
             source: Yields the batches.
             callbacks: The callbacks; Paddle's own and those with ``state_dict`` and
-                ``set_state_dict`` resume. :meth:`own_callbacks` returns those of this rank alone.
+                ``set_state_dict`` resume. :meth:`callbacks_of_this_rank` has those of this rank.
         """
         self._runner = runner
         self._source = source
@@ -299,7 +299,7 @@ class Position:
             metric.reset()
 
     def save_metric_states(self) -> None:
-        """Saves the metrics' states now for the checkpoint; later batches do not change them."""
+        """Stores the metrics' states for the next checkpoint, whatever batches follow."""
         self._saved_metric_states = self._metric_states()
 
     def next_epoch(self) -> None:
@@ -320,12 +320,12 @@ class Position:
             "metrics": self._metric_states()
             if self._saved_metric_states is None
             else self._saved_metric_states,
-            "told": plain(self.logs, "the logs"),
-            "callbacks": {name: plain(state, name) for name, state in states if state},
+            "told": as_json(self.logs, "the logs"),
+            "callbacks": {name: as_json(state, name) for name, state in states if state},
         }
 
     def set_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Moves to a saved position; :meth:`restore_callbacks` must follow for the callbacks.
+        """Sets epoch, batch and metrics to saved ones; :meth:`restore_callbacks` must follow.
 
         Raises:
             CheckpointError: The position belongs to other data; no value has changed.

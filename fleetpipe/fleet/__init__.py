@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fleetpipe import numerics, systems
 from fleetpipe.fleet import overlay
-from fleetpipe.fleet.overlay import mend_mixtures
+from fleetpipe.fleet.overlay import replace_moe_functions
 from fleetpipe.fleet.static_graph import load_at_first_device_guard
 from fleetpipe.paddle_api import paddle_fleet
 from fleetpipe.paddle_api.distributed import choose_backend, hide_own_flags
@@ -21,7 +21,7 @@ numerics.prepare()
 systems.keep_freed_memory()
 overlay.install()
 load_at_first_device_guard()
-mend_mixtures()
+replace_moe_functions()
 
 from fleetpipe.fleet import high_level, lifecycle, meta_parallel  # noqa: E402
 from fleetpipe.fleet.lifecycle import (  # noqa: E402

@@ -45,7 +45,7 @@ def _refuse_sharding(name: str, stage: int) -> NoReturn:
 
 
 def _refuse_pp_config(model: Any, optimizer: Any = None, config: Any = None) -> NoReturn:
-    """Stands for the function by which ``dist.parallelize`` cuts a model."""
+    """Raises the error for ``pp_config`` of ``dist.parallelize``, in place of Paddle's function."""
     spec = (config or {}).get("split_spec")
     raise ConfigError(
         "pp_config of dist.parallelize does not run on a CPU",
@@ -87,7 +87,7 @@ def refusals() -> Iterator[None]:
     engine = importlib.import_module("paddle.distributed.auto_parallel.static.engine").Engine
 
     def refuse_level(model: Any, optimizer: Any, level: str, *_: Any, **__: Any) -> NoReturn:
-        """Stands for Paddle's ``group_sharded_parallel``."""
+        """Raises the error for a level of ``group_sharded_parallel``, in place of Paddle's."""
         _refuse_sharding("group_sharded_parallel", _LEVELS.get(level, 1))
 
     names: list[tuple[object, str, object]] = [

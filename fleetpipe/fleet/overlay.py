@@ -210,7 +210,7 @@ def _load_at_call(name: str) -> Callable[..., Any]:
     return call
 
 
-def mend_mixtures() -> None:
+def replace_moe_functions() -> None:
     """Replaces functions that Paddle's ``MoELayer`` calls; more of them if there is no GPU.
 
     ``paddle.incubate.distributed.models.moe.MoELayer``, its gates, and layers of libraries call

@@ -7,7 +7,8 @@ producer are compared, which shows where a gradient is lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -61,7 +62,8 @@ def record_model(model: Layer, names: Mapping[str, str]) -> Iterator[Outputs]:
         # The outputs of a vocabulary head in shards and in one process cannot be compared.
         if path in owners and getattr(layer, "has_plain_output", True):
             of_layer = outputs.setdefault(owners[path], [])
-            handles.append(layer.register_forward_post_hook(_recording_hook(of_layer)))
+            hook = functools.partial(_append_copies, of_layer)
+            handles.append(layer.register_forward_post_hook(hook))
     try:
         yield outputs
     finally:
@@ -80,15 +82,11 @@ def record_stages(layers: PipelineLayer) -> AbstractContextManager[Outputs]:
     return record_model(layers, {n: n for n in names})
 
 
-def _recording_hook(recorded: list[Tensor]) -> Callable[[Layer, Nest, Nest], None]:
-    """Returns a hook that appends copies of a layer's outputs to ``recorded``."""
-
-    def append_copies(_layer: Layer, _inputs: Nest, output: Nest) -> None:
-        # Copies, since the next layer may work in place; across a border of stages it cannot.
-        if not (_in_backward.get() or is_trial()):
-            recorded.extend(tensor.detach().clone() for tensor in tensors_of(output))
-
-    return append_copies
+def _append_copies(recorded: list[Tensor], _layer: Layer, _inputs: Nest, output: Nest) -> None:
+    """A hook on a layer that appends copies of the layer's outputs to ``recorded``."""
+    # Copies, since the next layer may work in place; across a border of stages it cannot.
+    if not (_in_backward.get() or is_trial()):
+        recorded.extend(tensor.detach().clone() for tensor in tensors_of(output))
 
 
 def compare_outputs(
@@ -179,7 +177,7 @@ def _record_gradient(tensor: Tensor, gradients: dict[EdgeKey, Tensor | None], at
 
 
 class EdgeWatch(BatchObserver):
-    """An observer that records the gradients on the edges of this process's stages.
+    """Records the gradients of the values that stages of this process send, as batches run.
 
     Attributes:
         first_micro_batch: The global number of the batch's micro-batch 0, or of its unit 0.
@@ -277,7 +275,7 @@ def copies_at_borders(model: SingleModel, pipe: PipelineLayer) -> Iterator[EdgeG
         yield gradients
 
 
-def name_of(stage: int) -> str:
+def edge_name(stage: int) -> str:
     """Returns the name of the edge from a stage to the next, as "edge 0 -> 1"."""
     return f"edge {stage} -> {stage + 1}"
 
@@ -309,7 +307,7 @@ def compare_edges(
                 continue
             unit = key._replace(micro_batch=first * units.count + key.micro_batch)
             lost = " (lost)" if ours.get(unit) is None else ""  # no gradient came back
-            name = f"{name_of(key.stage)}, value{key.path}{lost}, {units.name(key.micro_batch)}"
+            name = f"{edge_name(key.stage)}, value{key.path}{lost}, {units.name(key.micro_batch)}"
             difference = _compare_gradient(name, step, ours.get(unit), gradient)
             if difference:
                 first_by_value[key.stage, key.path] = difference

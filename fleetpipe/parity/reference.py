@@ -526,7 +526,10 @@ def compare_state(
 
 
 def _full_tensor(value: Tensor | None, parameter: Tensor) -> Tensor | None:
-    """Returns the full tensor of a parameter or of its gradient. Collective for a shard."""
+    """Joins the ranks' shards of a parameter, or of its gradient, to the full tensor. Collective.
+
+    A tensor that is no shard is returned as it is.
+    """
     if value is None or tensor_parallel.shard_in(parameter) is None:
         return value
     return tensor_parallel.whole_value(value, parameter)

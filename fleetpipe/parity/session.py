@@ -63,7 +63,7 @@ class Evaluations:
     def eval_batch(
         self, call: Callable[..., Any], step: int, data: Any, compute_loss: bool, *more: Any
     ) -> tuple[Nest, list[Difference]]:
-        """Evaluates a batch on both sides. Collective.
+        """Runs ``eval_batch`` of a pipeline, and compares it with its reference. Collective.
 
         Args:
             call: The pipeline's method ``eval_batch``.
@@ -92,7 +92,7 @@ class Evaluations:
     def predict_batch(
         self, call: Callable[..., Any], step: int, inputs: Nest, broadcast: bool
     ) -> tuple[Nest, list[Difference]]:
-        """Predicts on both sides. Collective.
+        """Runs ``predict_batch`` of a pipeline, and compares it with its reference. Collective.
 
         Args:
             call: The pipeline's method ``predict_batch``.
@@ -531,7 +531,7 @@ def _names_in_order(layers: dygraph.PipelineLayer) -> list[str]:
     for slot in layers.state.slots():
         stage = layers.state.stage_of(slot.name)
         if stage is not None:
-            names += map(recorded_values.name_of, range(last_stage, stage))
+            names += map(recorded_values.edge_name, range(last_stage, stage))
             last_stage = max(last_stage, stage)
         names += [slot.name.rpartition(".")[0], slot.name]
-    return [*names, *map(recorded_values.name_of, range(last_stage, layers.placement.stages - 1))]
+    return [*names, *map(recorded_values.edge_name, range(last_stage, layers.placement.stages - 1))]

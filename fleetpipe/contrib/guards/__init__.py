@@ -13,7 +13,8 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -50,7 +51,7 @@ class Guards(BatchObserver):
     """Verifies invariants in the first batch of a model, and in every few batches after it."""
 
     def __init__(self, layers: PipelineLayer, job: Job, every: int) -> None:
-        """Verifies the first batch, and then one in every ``every`` batches."""
+        """Takes the layers of a model to verify in its first batch and every ``every`` batches."""
         self._layers, self._job, self._every = layers, job, every
         self._batches = 0
         #: Whether the batch that runs is verified, and its fingerprints still have to be sent.
@@ -139,7 +140,7 @@ class Guards(BatchObserver):
             )
 
     def _publish(self) -> None:
-        """Sends this rank's fingerprints to the ranks with the same parameters, without waiting."""
+        """Sends fingerprints of parameters to the ranks that share them, without waiting."""
         self._must_publish = False
         for holders in all_holders(self._layers, self._job):
             prints = ",".join(map(fingerprint, holders.parameters.values()))
@@ -251,16 +252,11 @@ class Guards(BatchObserver):
         return f"rank {self._rank}, step {self._step}"
 
 
-class _ByteCount(NamedTuple):
-    """Says to ``bridge.readable`` how many bytes a tensor has."""
-
-    nbytes: int
-
-
 def fingerprint(tensor: Tensor) -> str:
     """Returns the sum and the xor of a tensor's 64-bit words, the same for equal bits."""
     # The first result keeps the bytes alive while they are read.
-    _kept, memories = bridge.readable([tensor], [_ByteCount(tensor_bytes(tensor))])
+    size: Any = SimpleNamespace(nbytes=tensor_bytes(tensor))
+    _kept, memories = bridge.readable([tensor], [size])
     if not memories:
         return ""
     whole = np.frombuffer(memories[0], "uint8")
@@ -347,7 +343,7 @@ def named_parameters(layers: PipelineLayer) -> dict[str, Tensor]:
 
 
 def norm_parameters(parameters: Iterable[Tensor], layers: PipelineLayer, job: Job) -> list[Tensor]:
-    """Returns the parameters that this rank contributes to the norm over all ranks."""
+    """Returns the parameters whose gradients this rank adds to the norm, so each counts once."""
     tensors, coordinate = layers.state.local_tensors(), job.coordinate
     elsewhere = {
         id(tensors[w.name]) for w in layers.shared_weights if w.holders[0] != coordinate.pp

@@ -319,7 +319,7 @@ class _Hooks(BatchObserver):
         return forward
 
     def computed(self) -> None:
-        """Records the losses, and the gradients of this rank's micro-batches."""
+        """Records the losses and parameters' gradients of a batch, before ranks add them up."""
         # For each loss function, the losses of the micro-batches; None on ranks without a loss.
         recorder, losses = self._recorder, self._pipeline.total_loss
         for number, share in enumerate(losses[self._loss_fn_idx] if losses else (), self._earlier):
@@ -409,7 +409,9 @@ class _Hooks(BatchObserver):
         put_off = self._put_off[id(base_optimizer(optimizer))]
         if put_off and self._feed is not None:
             recorder.store(TensorKey(recorder.step, "data", "", role=READ_ON), np.array(put_off))
-            self._feed.average_gradients(put_off + 1, optimized_parameters(optimizer))
+            for parameter in optimized_parameters(optimizer):
+                if parameter.grad is not None:  # a sum over as many batches
+                    parameter.grad.set_value(parameter.grad / (put_off + 1))
             self._feed.set_rate(recorder.step, optimizer)
         recorder.store_gradients("reduction")
         if self._feed is not None:

@@ -108,7 +108,7 @@ class StepBesideTwin:
     def possible_shards(
         self, full: np.ndarray, shape: tuple[int, ...], rank: int
     ) -> Iterator[np.ndarray]:
-        """Yields the possible shards of a rank, as :func:`layouts.possible_shards` does."""
+        """Yields what a rank may have of a full tensor, by each way to split it among the ranks."""
         return possible_shards(full, shape, self.ranks[rank].coordinate, self.degrees)
 
     def gaps_of_ranks(self, key: TensorKey, expected: np.ndarray) -> dict[int, float]:
@@ -120,10 +120,7 @@ class StepBesideTwin:
         return {n: gap(tensor, expected) for n, tensor in tensors.items() if tensor is not None}
 
     def ranks_along(self, rank: int, axes: Iterable[str], among: Iterable[int]) -> list[int]:
-        """Returns those of some ranks that differ from ``rank`` in their coordinates on ``axes``.
-
-        Their coordinates on all other axes are equal; ``rank`` itself is one of them.
-        """
+        """Returns the ranks of ``among`` whose coordinates equal ``rank``'s but on ``axes``."""
         ignored = dict.fromkeys(axes, 0)
         fixed = {**self.ranks[rank].coordinate, **ignored}
         return [n for n in among if {**self.ranks[n].coordinate, **ignored} == fixed]

@@ -98,7 +98,7 @@ def match_samples(job: Record, twin: Record, step: int) -> SampleMatch:
 
 
 def _find_repeated(samples: Samples, expected: dict[int, list[bytes]]) -> tuple[str, int] | None:
-    """Finds a replica that reads another's samples although the twin reads them only once.
+    """Finds a replica that reads another replica's samples, which one device reads only once.
 
     Returns its cause and number, as :class:`SampleMatch` has them; None if there is no such
     replica.
@@ -195,7 +195,7 @@ def gather_twin_rows(
 
 
 class DimensionCut(NamedTuple):
-    """The split of one dimension of a tensor.
+    """How one dimension of a tensor is split among ranks.
 
     Attributes:
         dimension: The dimension of the tensor.

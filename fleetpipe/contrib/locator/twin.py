@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -77,12 +77,6 @@ class Feed:
             if rank.in_phase(step, "data")
         }
         return _count_samples(recorded, step) < sum(counts.values())
-
-    def average_gradients(self, batches: int, parameters: Iterable[Tensor]) -> None:
-        """Divides the gradients, which are sums over some batches, by the number of batches."""
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.set_value(parameter.grad / batches)
 
     def set_rate(self, step: int, optimizer: Optimizer) -> None:
         """Sets the optimizer's learning rate to the job's in a step, if a scheduler computes it."""

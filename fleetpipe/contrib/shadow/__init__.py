@@ -497,7 +497,7 @@ class Shadow(BatchObserver):
         return_memory()
 
     def _end(self) -> None:
-        """Drops the plain model, so that the pipeline goes on alone."""
+        """Ends the comparison: drops the plain model, so that the pipeline trains alone."""
         self._pipeline.accompany(None)
         self._reference = self._batch = None
 

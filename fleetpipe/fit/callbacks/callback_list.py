@@ -56,7 +56,7 @@ def build_callback_list(
     users = [item for item in items if not isinstance(item, str)]
     if formats:
         users.append(MetricsLogger(save_dir or "run", formats=("jsonl", *formats)))
-    on_rank = rank_policy.callbacks_of_rank(users, model.is_rank)
+    on_rank = [rank_policy.callback_of_rank(user, model.is_rank) for user in users if user]
 
     def has(kind: type) -> bool:
         return any(isinstance(callback, kind) for callback in on_rank)

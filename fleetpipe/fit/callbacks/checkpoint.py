@@ -6,17 +6,15 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fleetpipe.aliases import Nest
 from fleetpipe.checkpoint.manager import CheckpointManager
 from fleetpipe.checkpoint.saving import Saving
 from fleetpipe.errors import ConfigError, nearest, require_whole
 from fleetpipe.fit.callbacks import rank_policy
-from fleetpipe.fit.micro_batches import as_list
 from fleetpipe.fit.position import Position
 from fleetpipe.launch.resume import FOLDER, STOP_SIGNALS, Run, resume
 
@@ -226,33 +224,3 @@ class PipelineCheckpoint(rank_policy.Callback):
                 got=f"{self._best[0]!r}: {nearest(self._best[0], names)}",
                 fix="name the loss, or a metric given to prepare",
             )
-
-
-def with_checkpoint(callbacks: Nest, every_steps: int | None, every_epochs: int) -> list[Any]:
-    """Returns the user's callbacks, and a ``PipelineCheckpoint`` unless they have one.
-
-    Args:
-        callbacks: The user's callbacks: None, one, or several.
-        every_steps: As for ``PipelineCheckpoint``.
-        every_epochs: As for ``PipelineCheckpoint``.
-    """
-    users = [callback for callback in as_list(callbacks) if callback]
-    if not any(isinstance(callback, PipelineCheckpoint) for callback in users):
-        users.append(PipelineCheckpoint(every_steps=every_steps, every_epochs=every_epochs))
-    return users
-
-
-def saving_context(
-    callbacks: Sequence[Any],
-    position: Position,
-    save_dir: str | None,
-    resumes: bool,
-    state: dict[str, Any] | None = None,
-) -> AbstractContextManager[PipelineCheckpoint | None]:
-    """Returns a context in which the ``PipelineCheckpoint`` among the callbacks saves.
-
-    Without one, the context does nothing. The other arguments are as for
-    :meth:`PipelineCheckpoint.saving`.
-    """
-    savers = [callback for callback in callbacks if isinstance(callback, PipelineCheckpoint)]
-    return savers[0].saving(position, save_dir, resumes, state) if savers else nullcontext()

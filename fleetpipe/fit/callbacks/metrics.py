@@ -317,7 +317,7 @@ class MetricsLogger(rank_policy.Callback):
         for sink in self._sinks:
             sink.close()
         self._sinks = []
-        end_attempt(self._folder, self.model.global_step)
+        _append_line(self._folder, "end", self.model.global_step, code=0)
 
     def _write(self, phase: str, logs: dict[str, Any]) -> None:
         """Writes the logs as a row of every format; ``phase`` is "train" or "eval"."""
@@ -336,7 +336,9 @@ class _JsonLines:
 
     def __init__(self, folder: Path, step: int, config: Mapping[str, Any]) -> None:
         path = folder / run_files.METRICS
-        run_files.replace_lines(path, rows_up_to(path, step))
+        rows = run_files.read_lines(path).values  # without lines that are no rows
+        earlier = [r for r in rows if isinstance(r.get("step"), int) and r["step"] <= step]
+        run_files.replace_lines(path, earlier)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: dict[str, Any]) -> None:
@@ -390,12 +392,6 @@ def _writers_by_format() -> dict[str, Any]:
     Its ``write`` takes a row, a dict with ``step`` and ``phase``; ``close`` ends the file.
     """
     return {"jsonl": _JsonLines, "csv": _Csv, **extra("callbacks").TRACKERS}
-
-
-def rows_up_to(path: Path, step: int) -> list[dict[str, Any]]:
-    """Returns the rows of a ``metrics.jsonl`` up to a step, without lines that are no rows."""
-    rows = run_files.read_lines(path).values
-    return [row for row in rows if isinstance(row.get("step"), int) and row["step"] <= step]
 
 
 def _to_json_number(name: str, value: Any) -> float | list[float]:
@@ -482,12 +478,7 @@ def begin_attempt(folder: Path, step: int) -> None:
     extra("view.reporting").record_in(folder)
 
 
-def end_attempt(folder: Path, step: int) -> None:
-    """Writes the line for the end of the training; raises as :func:`begin_attempt` does."""
-    _append_line(folder, "end", step, code=0)
-
-
 def _append_line(folder: Path, event: str, step: int, **more: int) -> None:
-    """Appends a line to ``lives.jsonl``."""
+    """Appends the begin or the end of this attempt of the job to ``lives.jsonl``."""
     line = {"event": event, "life": attempt_files.number(), "time": time.time(), "step": step}
     run_files.append_line(folder / run_files.ATTEMPTS, {**line, "process": _PROCESS, **more})

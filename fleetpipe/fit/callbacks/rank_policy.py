@@ -13,10 +13,8 @@ from typing import Any
 
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
-from fleetpipe.aliases import Nest
 from fleetpipe.errors import ConfigError
 from fleetpipe.fit.arguments import require_callback
-from fleetpipe.fit.micro_batches import as_list
 from fleetpipe.paddle_api import paddle
 from fleetpipe.representation import shows
 
@@ -70,21 +68,16 @@ class NoCallback(Callback):
     """Does nothing, in place of a callback that runs on another rank."""
 
 
-def callbacks_of_rank(callbacks: Nest, is_rank: Callable[[str], bool]) -> list[Any]:
-    """Returns, for each of the user's callbacks, the callback to run on this rank.
+def callback_of_rank(callback: Any, is_rank: Callable[[str], bool]) -> Any:
+    """Returns the callback to run on this rank for one of the user's.
 
     Args:
-        callbacks: The user's: None, one, or several.
+        callback: The user's callback.
         is_rank: Returns whether this rank is the one that ``"first"`` or ``"loss"`` names.
 
     Raises:
-        ConfigError: An item is no callback, or its ``on_rank`` has another value.
+        ConfigError: It is no callback, or its ``on_rank`` has another value.
     """
-    return [_callback_of_rank(callback, is_rank) for callback in as_list(callbacks) if callback]
-
-
-def _callback_of_rank(callback: Any, is_rank: Callable[[str], bool]) -> Any:
-    """Returns the callback to run on this rank for one of the user's."""
     require_callback(callback)
     rank = getattr(callback, "on_rank", "all")
     if rank not in _RANKS:

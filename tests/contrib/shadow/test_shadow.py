@@ -123,7 +123,7 @@ def test_a_difference_ends_the_job_before_the_parameters_change(batch: int) -> N
             calls[0] += stage == 0
             if stage == 0 and calls[0] > 4 * batch:
                 output = {
-                    name: one * 0.5 if name != "look" else one for name, one in output.items()
+                    name: one * 0.5 if name != "signature" else one for name, one in output.items()
                 }
             return output
 
@@ -245,18 +245,29 @@ class Remembering(nn.Layer):  # type: ignore[misc]
         return output
 
 
-class Buffered(Gated):
+class Scaled(Gated):
+    """Has a buffer of no state dict, and no attribute that a forward sets, as a batch norm's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.register_buffer("scale", paddle.ones([4]), persistable=False)
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x * self.scale)
+
+
+class Buffered(Scaled):
     """Has a buffer without a value, one of no state dict, and an empty one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.memory = Remembering()
-        self.register_buffer("scale", paddle.ones([4]), persistable=False)
         # 2.6.2 has no sum of it.
         self.register_buffer("empty", paddle.zeros([0 if paddle.__version__ >= "3" else 1, 4]))
 
     def forward(self, x: Any) -> Any:
-        return super().forward(self.memory(x) * self.scale) + self.empty.sum()
+        return super().forward(self.memory(x)) + self.empty.sum()
 
 
 class Hooked(Gated):
@@ -286,7 +297,7 @@ def frozen(net: Any, _: Any) -> None:
 
 
 def scaled(net: Any, _: Any) -> None:
-    if isinstance(net, Buffered):
+    if isinstance(net, Scaled):
         net.scale.set_value(paddle.full([4], 2.0))
 
 
@@ -299,7 +310,7 @@ def infinite(net: Any, _: Any) -> None:
     [
         *((in_evaluation, 0, Gated), (with_another_group, 1, Gated), (with_a_clip, 1, Gated)),
         *((infinite, 0, Gated), (infinite, 1, Gated), (frozen, 1, Gated), (scaled, 1, Buffered)),
-        (scaled, 0, Hooked),
+        *((scaled, 1, Scaled), (scaled, 0, Hooked)),
     ],
 )
 def test_what_a_script_does_around_the_first_batches_is_no_difference(
