@@ -246,14 +246,9 @@ def intercepting(listener: OperationListener) -> Iterator[None]:
 def _pass_to_listener(
     choose: _Choice, event: str, function: Function, /, *args: Any, **named: Any
 ) -> Any:
-    """Calls the method ``event`` of the listener instead of a function of Paddle's.
+    """Calls the listener's method ``event`` in place of a function of Paddle's, with its arguments.
 
-    Args:
-        choose: Returns the listener of the calling thread.
-        event: The name of a method of :class:`OperationListener`.
-        function: The function of Paddle's.
-        args: Its positional arguments.
-        named: Its keyword arguments.
+    ``choose`` returns the listener of the calling thread, an :class:`OperationListener`.
     """
     return getattr(choose(), event)(function, args, named)
 
@@ -282,9 +277,7 @@ def _layer_call(choose: _Choice, call: Function) -> Function:
 def _stop_gradient_property(choose: _Choice, flag: Any) -> property:
     """Returns a property for ``Tensor.stop_gradient``: each change calls the listener.
 
-    Args:
-        choose: Returns the listener of the thread that changes it.
-        flag: Paddle's own property.
+    ``choose`` returns the listener of the calling thread; ``flag`` is Paddle's own property.
     """
 
     def put(tensor: Tensor, value: bool) -> None:
@@ -329,9 +322,7 @@ def _tolerant_register_hook(register: Function) -> Function:
 def _data_property(choose: _Choice, data: Any) -> property:
     """Returns a property for ``Tensor.data``: reads and writes call the listener as operations.
 
-    Args:
-        choose: Returns the listener of the thread that reads or writes.
-        data: Paddle's own property.
+    ``choose`` returns the listener of the calling thread; ``data`` is Paddle's own property.
     """
 
     def get_data(tensor: Tensor) -> Tensor:
@@ -385,9 +376,7 @@ def _layer_setattr(choose: _Choice, put: Function) -> Function:
 def _pylayer_apply(choose: _Choice, apply: Any) -> Any:
     """Returns a ``PyLayer.apply`` that calls the listener; Paddle's recompute is a PyLayer, too.
 
-    Args:
-        choose: Returns the listener of the calling thread.
-        apply: Paddle's own class method.
+    ``choose`` returns the listener of the calling thread; ``apply`` is Paddle's own class method.
     """
 
     def apply_class(kind: Any, *args: Any, **named: Any) -> Any:

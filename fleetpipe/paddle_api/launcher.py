@@ -158,9 +158,8 @@ def _present_device() -> Any:
 def _ranks_of_host(controller: Any, allow_sharing: Callable[[int, int], None]) -> int:
     """Returns the number of ranks to start on this host; lets them share GPUs if there are too few.
 
-    Args:
-        controller: The launcher's controller of this host.
-        allow_sharing: As for :func:`launch`.
+    ``controller`` is the launcher's controller of this host; ``allow_sharing`` as for
+    :func:`launch`.
     """
     ranks, context = int(_stock_replicas(controller)), controller.ctx
     device = context.node.device

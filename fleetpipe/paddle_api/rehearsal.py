@@ -380,12 +380,9 @@ def end_rehearsal() -> None:
 
 
 def _cast_to(goal: DType, only: Tensor | None, tensor: Tensor) -> Tensor:
-    """Returns an operand after automatic casts to the dtype ``goal``.
+    """Returns an operand of an operation after automatic casts to the dtype ``goal``.
 
-    Args:
-        goal: The dtype.
-        only: The one operand that the casts change; None if they change all.
-        tensor: The operand.
+    ``only`` is the one operand that the casts change; None if they change all.
     """
     if only is not None and tensor is not only:
         return tensor

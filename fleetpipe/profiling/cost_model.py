@@ -315,11 +315,7 @@ class Stages:
         ]
 
     def _end_with_loss(self, end: int) -> int:
-        """Returns the end of a stage in ``_all``: after the loss if the stage has the last layer.
-
-        Args:
-            end: The layer after the stage's last.
-        """
+        """Returns the end of a stage in ``_all``: after the loss if ``end`` is that of the model."""
         return len(self._all) if end == self.count else end
 
     def seconds(self, start: int, end: int) -> float:

@@ -258,10 +258,7 @@ def choose_recompute(
 def _seconds_per_byte(layer: LayerCost, stage: int, peak: Peak) -> float:
     """Returns the seconds that recompute of a layer takes for each byte that it saves at a peak.
 
-    Args:
-        layer: The costs of the layer.
-        stage: Its stage.
-        peak: The peak of the stage's rank.
+    ``stage`` is the layer's stage, and ``peak`` that of the stage's rank.
     """
     gain = (
         peak.whole[stage] * layer.saved

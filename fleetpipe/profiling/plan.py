@@ -422,13 +422,7 @@ def _read_plan(content: JsonValue) -> PipelinePlan:
 def _read_for_each_stage(
     partition: Partition, value: JsonValue, each: Callable[[JsonValue], Value]
 ) -> tuple[Value, ...]:
-    """Reads a JSON list with one item for each stage of a cut.
-
-    Args:
-        partition: The cut.
-        value: The list.
-        each: Reads one item.
-    """
+    """Reads a JSON list with one item for each stage of a cut; ``each`` reads one item."""
     values = tuple(map(each, value.items()))
     if len(values) != len(partition.stages):
         raise value.refused(f"a list of {len(partition.stages)} values, one for each stage")

@@ -80,13 +80,7 @@ class _Exchanged(NamedTuple):
 
 
 def _exchanges_at(layer: LayerCost, measured: LayerDegrees, degrees: LayerDegrees) -> _Exchanged:
-    """Returns the exchanges of a layer at other degrees than the measured ones.
-
-    Args:
-        layer: The measured costs of the layer.
-        measured: The degrees at which they were measured.
-        degrees: The wanted degrees.
-    """
+    """Returns the exchanges of a layer, measured at some degrees, at other degrees."""
     ep, sep, cp = degrees
     routed, queries, keys = (
         size * measured.sequences / degrees.sequences
@@ -109,9 +103,7 @@ def _exchanges_at(layer: LayerCost, measured: LayerDegrees, degrees: LayerDegree
 def _load_of_busiest_rank(layer: LayerCost, ep: int) -> float:
     """Returns the load of the rank whose experts get the most tokens, as a multiple of the mean.
 
-    Args:
-        layer: The costs of the layer, with the tokens of each expert.
-        ep: Ranks that share the experts.
+    The experts of the layer are shared by ``ep`` ranks.
     """
     total = sum(map(sum, layer.loads))
     tokens = [0] * ep

@@ -270,12 +270,7 @@ class _RowChecker:
                 )
 
     def _fail(self, summary: str, expected: str) -> NoReturn:
-        """Raises the error of the operation at the present position of the row.
-
-        Args:
-            summary: What is wrong, for the first line.
-            expected: What should stand there.
-        """
+        """Raises an error at the position of the row that is checked, with its summary."""
         raise ScheduleError(
             summary,
             where=_describe_position(self.plan, self.rank, self.position),
@@ -300,11 +295,7 @@ def check_channels(plan: PlanRows) -> None:
 def _check_channel(plan: PlanRows, channel: Channel, sends: list[int], receives: list[int]) -> None:
     """Raises the error of a channel whose sends and receives are not the same in one order.
 
-    Args:
-        plan: The plan.
-        channel: The channel.
-        sends: The positions of its sends in the source rank's row.
-        receives: The positions of its receives in the target rank's row.
+    ``sends`` and ``receives`` are positions in the rows of the source rank and of the target rank.
     """
     sender, receiver = plan.ops[channel[0]], plan.ops[channel[1]]
     sent = [_key_of_transfer(sender[position]) for position in sends]
@@ -341,13 +332,8 @@ def _raise_unmatched(
 ) -> NoReturn:
     """Raises the error of a send without its receive, or of a receive without its send.
 
-    Args:
-        plan: The plan.
-        rank: The rank of the transfer that has no partner.
-        position: Its position in the rank's row.
-        missing_half: "send" or "receive".
-        partner: The missing operation.
-        peer: The rank in whose row it should be.
+    The transfer is at a position of a rank's row; ``partner``, the ``missing_half`` ("send" or
+    "receive"), should be in the row of rank ``peer``.
     """
     raise ScheduleError(
         f"{plan.ops[rank][position]} has no {missing_half}",
@@ -405,14 +391,7 @@ def _nominal_time(op: Op) -> int:
 
 
 def _is_at_other_end(plan: PlanRows, op: Send | Recv, peer: int, position: int) -> bool:
-    """Returns whether the next operation of rank ``peer`` is the partner of a transfer.
-
-    Args:
-        plan: The plan.
-        op: The transfer.
-        peer: The rank at the other end of the transfer.
-        position: The position of this rank's next operation in its row.
-    """
+    """Returns whether the partner of a transfer is at a position of the row of rank ``peer``."""
     row = plan.ops[peer]
     if position == len(row):
         return False
@@ -427,9 +406,7 @@ def _is_at_other_end(plan: PlanRows, op: Send | Recv, peer: int, position: int) 
 def _raise_deadlock(plan: PlanRows, positions: list[int]) -> NoReturn:
     """Raises the error of ranks that wait for each other.
 
-    Args:
-        plan: The plan.
-        positions: For each rank the position in its row of the operation that it cannot run.
+    ``positions`` has for each rank the position in its row of the operation that it cannot run.
     """
     # For each rank that stands at a transfer, the rank at the other end, for which it waits.
     peers: dict[int, int] = {}

@@ -165,11 +165,8 @@ def _needed_positions(
 ) -> Iterator[set[int]]:
     """Yields, for each entry of a rank's row, the positions of those that must run before it.
 
-    Args:
-        schedule: The schedule.
-        rank: The rank.
-        edges: The edges of the model; None for a chain of stages.
-        shared: Whether stages of the rank share a parameter or a buffer.
+    ``edges`` of None stands for a chain of stages; ``shared`` says whether stages of the rank share
+    a parameter or a buffer.
     """
     placement, slices = schedule.placement, schedule.slices
     dependencies = Dependencies(checked_edges(edges, placement), placement.stages)

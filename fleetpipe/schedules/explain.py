@@ -86,9 +86,7 @@ def _check_kinds_of_backward(
 ) -> None:
     """Refuses I or W beside B, and any backward in a forward-only schedule.
 
-    Args:
-        schedule: The schedule.
-        positions: The rank, and the position in its row, of each action.
+    ``positions`` has the rank of each action, and its position in the rank's row.
     """
     for action, position in positions.items():
         kind, stage, micro_batch = action

@@ -282,10 +282,8 @@ def _read_schedule_or_plan(
 def _complete_header(text: str, micro_batches: int | None, placement: str | None) -> str:
     """Returns a text form with the header that the options ask for.
 
-    Args:
-        text: The text of a schedule or plan; a schedule may lack its header.
-        micro_batches: Micro-batches of a batch, in place of the header's; None to keep those.
-        placement: The name of the placement, in place of the header's; None to keep that.
+    ``micro_batches`` and ``placement`` replace what the header says; None keeps that. The text of a
+    schedule may lack its header.
     """
     header, line_break, rows = text.partition("\n")
     if not header.startswith("#"):

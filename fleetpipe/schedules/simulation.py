@@ -483,15 +483,11 @@ class _PlanWriter:
     ) -> list[_Appends]:
         """Returns the sends of an edge's values or gradients, and the receives at the other rank.
 
-        Args:
-            kind: "F" for values, "B" for gradients.
-            row: The row of the sending rank.
-            edge_and_receiver: The edge, and the receiving rank.
+        ``kind`` is "F" for values and "B" for gradients; ``row`` is that of the sending rank.
 
-        Returns:
-            Two pairs, for the row of the sending and that of the receiving rank: the row's
-            ``append``, and the operation to append for each micro-batch, after the action that
-            computes what is sent.
+        The result is a pair for the row of the sending rank, and one for that of the receiving
+        rank: the row's ``append``, and the operation to append for each micro-batch, after the
+        action that computes what is sent.
         """
         edge, receiver = edge_and_receiver
         return [

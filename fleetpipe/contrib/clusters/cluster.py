@@ -172,9 +172,7 @@ class Cluster:
 def _interpolate(curve: Curve, size: float) -> float:
     """Returns the FLOP/s of a product; linear in logarithms, constant beyond the curve's ends.
 
-    Args:
-        curve: The FLOP/s of products of some sizes.
-        size: The cube root of the product's multiplications, as in the curve.
+    ``size`` is the cube root of the product's multiplications, as in the curve.
     """
     if size <= curve[0][0]:
         return curve[0][1]

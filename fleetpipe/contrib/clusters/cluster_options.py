@@ -162,10 +162,7 @@ def plot(estimates: Sequence[StepEstimate], path: str | Path) -> None:
 def _draw_bars(area: Any, rows: Sequence[Sequence[float]], unit: float) -> None:
     """Draws a horizontal bar for each row, from the top, with the row's parts one after another.
 
-    Args:
-        area: matplotlib's axes.
-        rows: The lengths of the parts of each bar.
-        unit: The length that counts as one on the axis.
+    ``area`` are matplotlib's axes, on which a length of ``unit`` counts as one.
     """
     lefts = [0.0] * len(rows)
     for number, part in enumerate(zip(*rows)):

@@ -131,12 +131,10 @@ def _require_divisors(ranks: int, only: Mapping[str, tuple[Any, ...]]) -> None:
 
 
 def _raise_no_layout(most: float, bounds: Sequence[_Bound], needed: float | None) -> NoReturn:
-    """Raises the error that no layout fits.
+    """Raises the error that no layout fits into ``most``, the bytes of a device.
 
-    Args:
-        most: Bytes of a device.
-        bounds: The bounds of all layouts.
-        needed: The least bytes that a simulated layout needs; None if none was simulated.
+    ``bounds`` are those of all layouts; ``needed`` is the least bytes that a simulated layout
+    needs, None if none was simulated.
     """
     if needed is None:
         needed = min((bound.size for bound in bounds), default=0.0)

@@ -287,8 +287,7 @@ class _CostsOnOneRank:
     def _attention_seconds(self, times: int) -> float:
         """Returns the seconds of a block's attention beside the products with its weights.
 
-        Args:
-            times: 1 for a forward, 2 for a backward, which computes twice as much.
+        ``times`` is 1 for a forward, and 2 for a backward, which computes twice as much.
         """
         model, layout = self.model, self.layout
         rows, head_size = model.sequence / layout.context, model.hidden / model.heads

@@ -314,10 +314,7 @@ def _corners(bar: Bar, left: float) -> tuple[tuple[float, float], ...]:
 def _draw_numbers(area: Axes, panel: Panel, scale: float) -> None:
     """Writes the number of the micro-batch into each box that is large enough, all in one size.
 
-    Args:
-        area: The axes.
-        panel: The panel.
-        scale: Points in one unit of time.
+    ``scale`` is the number of points in one unit of time.
     """
     least, most = _NUMBER_SIZES
     numbered = [bar for bar in panel.bars if bar.number]
@@ -437,11 +434,8 @@ def _draw_stacked_bars(
 ) -> None:
     """Draws a bar for each layer, made of parts on top of each other, and a legend.
 
-    Args:
-        area: The axes.
-        rows: The height of a part for each layer, by the part's name; without those that are
-            always 0.
-        colours: The colour of each part.
+    ``rows`` has by the part's name its height for each layer, ``colours`` its colour. Parts that
+    are always 0 are left out of the legend.
     """
     bottoms = [0.0] * len(next(iter(rows.values())))
     for name, heights in rows.items():

@@ -275,12 +275,10 @@ def interleaved_one_f_one_b(
 
 
 def _interleaved_row(stages: Sequence[int], groups: Sequence[int], slack: int) -> list[Action]:
-    """Returns the row of a rank with several stages.
+    """Returns the row of a rank with several stages, which are in ascending order.
 
-    Args:
-        stages: The rank's stages, ascending.
-        groups: Sizes of the groups of micro-batches.
-        slack: Forwards of the warm-up, beside those that lead the first group to the last chunk.
+    ``groups`` are the sizes of the groups of micro-batches. ``slack`` is the number of forwards of
+    the warm-up, beside those that lead the first group to the last stage.
     """
     forwards = in_groups("F", stages, groups)
     backwards = in_groups("B", stages[::-1], groups)

@@ -101,11 +101,7 @@ def dual_pipe_v(placement: Placement, micro_batches: int) -> list[list[Item]]:
 def _write_row(writer: _RowWriter, rank: int, ranks: int, micro_batches: int) -> None:
     """Adds all actions of a rank's row to ``writer``, in the eight steps of the published schedule.
 
-    Args:
-        writer: The writer of the rank's row.
-        rank: The rank.
-        ranks: Ranks of the pipeline, p.
-        micro_batches: Micro-batches of a batch, at least 2p.
+    There are at least twice as many micro-batches as ranks.
     """
     # The number of ranks behind this one; the counts below are those of the published schedule.
     after = ranks - 1 - rank

@@ -111,11 +111,9 @@ def _zb_rows(placement: Placement, micro_batches: int, slack_per_rank: int) -> l
 def _zb_row(stages: Sequence[int], groups: Sequence[int], slack: int, lag: int) -> list[Action]:
     """Returns the row of one rank of ZB-H1 or ZB-H2.
 
-    Args:
-        stages: The rank's stages, ascending.
-        groups: Sizes of the groups in which micro-batches pass the stages.
-        slack: Forwards of the warm-up, beside those that lead the first group to the last chunk.
-        lag: Input gradients that run between an I and its W.
+    ``groups`` are the sizes of the groups in which micro-batches pass the rank's stages. ``slack``
+    is the number of forwards of the warm-up, beside those that lead the first group to the last
+    stage; ``lag`` the number of I that run between an I and its W.
     """
     forwards = in_groups("F", stages, groups)
     gradients = in_groups("I", stages[::-1], groups)

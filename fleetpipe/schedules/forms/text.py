@@ -67,11 +67,7 @@ def _write_document(
 ) -> str:
     """Returns the text form: a header, and a line for each rank.
 
-    Args:
-        form: ``_SCHEDULE`` or ``_PLAN``.
-        value: The schedule or plan.
-        rows: Its rows, of which the entries are written as ``str`` writes them.
-        last: Further fields at the end of the header.
+    ``form`` is ``_SCHEDULE`` or ``_PLAN``; ``last`` are further fields at the end of the header.
     """
     placement = value.placement
     # As a JSON object without spaces.
@@ -127,13 +123,10 @@ def _read_document(
 def _read_row(
     number: int, line: str, entry: Callable[[str], Entry | None], expected: str
 ) -> tuple[Entry, ...]:
-    """Reads the line of one rank.
+    """Reads line ``number`` of the document, which has the row of one rank.
 
-    Args:
-        number: The number of the line in the document, from 1.
-        line: The line.
-        entry: Reads one token; returns None if it is not valid.
-        expected: What a token looks like, for the error.
+    ``entry`` reads one token, and returns None if it is not valid; ``expected`` says in the error
+    what a token looks like.
     """
     tokens = line.split()
     if tokens == [IDLE]:
