@@ -6,7 +6,6 @@ import csv
 import json
 import re
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from fleetpipe.mesh import AXES
 from fleetpipe.schedules import Schedule
 from tests import pipelines
 from tests.fit.test_model import BATCH, ROWS, STEPS, Digits, Losses, fit, layers
+from tests.fixtures import Clock
 
 
 def test_refusals() -> None:
@@ -273,45 +273,40 @@ def test_rows_have_the_norm_of_the_gradients_where_the_optimizer_clips_by_it(
     assert min(norms) > 1e-3
 
 
-class SlowBatches:
-    """Some batches of digits, each of which takes 30 ms."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Iterator[Any]:
-        digits = Digits(0, BATCH)
-        for _ in range(self.count):
-            time.sleep(0.03)
-            yield paddle.to_tensor(digits.images), paddle.to_tensor(digits.labels)
-
-
-class SlowCallback(paddle.callbacks.Callback):
-    """Takes 20 ms of each step, and 30 ms that are a save's, and 100 ms of each evaluation."""
-
-    def on_train_batch_end(self, step: int, logs: Any = None) -> None:
-        time.sleep(0.02)
-        with self.model.pipeline.require_running().progress.saving(step):
-            time.sleep(0.03)
-
-    def on_eval_begin(self, logs: Any = None) -> None:
-        time.sleep(0.1)
-
-
-def test_what_passes_between_steps_has_a_name(model: Any, tmp_path: Path) -> None:
+def test_what_passes_between_steps_has_a_name(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of two epochs of four steps the first step does not count; one evaluation is between two."""
-    trace = TraceSteps(range(1, 9), tmp_path)
-    evaluated = SlowBatches(1)
-    fit(model, SlowCallback(), trace, data=SlowBatches(4), eval_data=evaluated, epochs=2)
+    clock = Clock(monkeypatch)
+
+    class SlowBatches(list[Any]):
+        """Batches, each of which takes 3 s."""
+
+        def __iter__(self) -> Iterator[Any]:
+            for each in super().__iter__():
+                clock.sleep(3)
+                yield each
+
+    class SlowCallback(paddle.callbacks.Callback):
+        """Takes 2 s of each step, and 4 s that are a save's, and 10 s of each evaluation."""
+
+        def on_train_batch_end(self, step: int, logs: Any = None) -> None:
+            clock.sleep(2)
+            with self.model.pipeline.require_running().progress.saving(step):
+                clock.sleep(4)
+
+        def on_eval_begin(self, logs: Any = None) -> None:
+            clock.sleep(10)
+
+    digits = Digits(0, BATCH)
+    trace, one = TraceSteps(range(1, 9), tmp_path), (digits.images, digits.labels)
+    slow, evaluated = SlowBatches([one] * 4), SlowBatches([one])
+    fit(model, SlowCallback(), trace, data=slow, eval_data=evaluated, epochs=2)
     progress = model.pipeline.require_running().progress
     spent = dict(zip(PARTS, progress.wall_time.seconds))
-    for part, seconds in (("data", 7 * 0.03), ("callbacks", 7 * 0.02), ("saves", 7 * 0.03)):
-        assert seconds <= spent[part] < 2 * seconds, part
-    assert 0.13 <= spent["evaluation"] < 0.4
+    assert [spent[part] for part in ("data", "callbacks", "saves")] == [7 * 3, 7 * 2, 7 * 4]
+    assert spent["evaluation"] == 10 + 3
     between = json.loads((tmp_path / "trace.json").read_text())["otherData"]["machine"]["between"]
     assert {part: sum(each) for part, each in between.items()} == {
-        part: pytest.approx(spent[part]) for part in BETWEEN
+        part: spent[part] for part in BETWEEN
     }
