@@ -131,7 +131,7 @@ def _counter_and_options(function: Any) -> tuple[Counter | None, Options]:
 
 
 def _count_all(label: Tensor, options: Options) -> Places:
-    """Counts every element of the labels."""
+    """Counts every element of the labels: no place of a loss is ignored."""
     return Places.mean(int(label.size))
 
 

@@ -212,7 +212,7 @@ class DygraphStage:
         return outputs
 
     def _raise_error_of_split(self) -> None:
-        """Raises the error of a split backward that Paddle has replaced, if there is one."""
+        """Raises the error of our split backward, if Paddle has raised another in its place."""
         refusal = self.split.refusal()
         if refusal is not None:
             raise refusal from None
@@ -310,7 +310,7 @@ class DygraphStage:
 
     @contextmanager
     def noting_crossings(self) -> Iterator[dict[int, Crossing]]:
-        """While it is open, each backward records which inputs and outputs its graph connects.
+        """While it is open, each backward records which inputs of a stage reach which outputs.
 
         Yields:
             The crossing of each stage in the last micro-batch, by stage.

@@ -1,8 +1,8 @@
 """Computes the losses of a batch: each loss function on each micro-batch, weighted and summed.
 
 A user may give one loss function, a list, or none. A loss function that runs on another rank cannot
-read tensors that layers store on this rank, such as auxiliary losses in a list: :func:`kept_for`
-finds such tensors. Start with :class:`Losses`.
+read tensors that layers store on this rank, such as auxiliary losses in a list:
+:func:`tensors_read_by` finds such tensors. Start with :class:`Losses`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _MOST_ITEMS = 1000
 
 
 def functions_in(loss_fn: Any) -> list[Any]:
-    """Returns the argument ``loss_fn`` of a model as a list of functions; [None] without one."""
+    """Returns the ``loss_fn`` of a model as a list of loss functions; [None] without a loss."""
     return list(loss_fn) if isinstance(loss_fn, (list, tuple)) else [loss_fn]
 
 
@@ -257,9 +257,9 @@ def may_read(function: Any) -> bool:
 
 
 def require_nothing_kept(functions: Iterable[Any], stage: int) -> None:
-    """Refuses tensors that layers of ``stage`` store, and losses on another rank read."""
+    """Refuses tensors that layers of ``stage`` store for loss functions on another rank."""
     for function in functions:
-        path, tensor = next(kept_for(function), ("", None))
+        path, tensor = next(tensors_read_by(function), ("", None))
         if tensor is not None:
             raise BoundaryError(
                 "the loss function reads a tensor that a layer keeps here, and it runs on the rank "
@@ -273,8 +273,8 @@ def require_nothing_kept(functions: Iterable[Any], stage: int) -> None:
             )
 
 
-def kept_for(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yields path and value of each computed tensor that a loss function can read."""
+def tensors_read_by(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yields path and value of each tensor, computed by layers, that a loss function can read."""
     if not may_read(function):
         return
     names: set[str] = set()
@@ -348,6 +348,6 @@ def _iterate_parts(path: str, value: Any, names: set[str]) -> Iterator[tuple[str
 
 @functools.cache
 def _names_and_strings_in(code: CodeType) -> frozenset[str]:
-    """Returns the names and the strings in code; ``getattr`` may take a string for a name."""
+    """Returns the names in a function's code, and its strings, which ``getattr`` may take."""
     constants = chain.from_iterable(inner.co_consts for inner in codes_in(code))
     return names_in(code).union(value for value in constants if isinstance(value, str))

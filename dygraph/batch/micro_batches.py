@@ -206,7 +206,7 @@ def _take_micro_batches(data: Iterator[Nest], count: int, keeps_graph: bool) -> 
 
 
 def _common_length(items: list[list[Nest] | None], cut: MicroBatchCut, path: str) -> int:
-    """Returns the number of micro-batches into which all items of a container were cut.
+    """Returns the number of micro-batches into which all items of a tuple or dict were cut.
 
     Args:
         items: The micro-batches of each item; None for an item that is None.
@@ -263,7 +263,7 @@ def _detach_micro_batch(value: Nest, path: str, keeps_graph: bool = False) -> Ne
 
 
 def counted_in(value: Nest) -> int | None:
-    """Returns the number by which a replica's loss is weighted: the rows of its labels.
+    """Returns the rows of a replica's labels, by which its loss is weighted among the replicas.
 
     Args:
         value: The labels, as the user gave them.
@@ -281,7 +281,7 @@ def counted_in(value: Nest) -> int | None:
 
 
 def _no_tensor_error(value: Nest, path: str) -> BoundaryError:
-    """Returns the error of a value in a batch that is no tensor; ``path`` names it."""
+    """Returns the error of a value at ``path`` in a batch, as ``inputs[1]``, that is no tensor."""
     return BoundaryError(
         f"{path} is not a Tensor",
         expected="a Tensor, a list with one value per micro-batch, a tuple or dict of those, None",
@@ -333,7 +333,7 @@ class FakeMicroDataset:
 
 
 def with_gradients(data: Nest) -> tuple[Nest, Sources]:
-    """Replaces those inputs of a batch that need a gradient by stand-ins.
+    """Replaces inputs of a batch that need a gradient by detached tensors, their stand-ins.
 
     Args:
         data: A batch as for :func:`split`.
@@ -374,7 +374,7 @@ def _map_items(change: Callable[[Nest], Nest], iterator: Nest) -> Iterator[Nest]
 
 
 def without_gradients(batches: MicroBatches) -> MicroBatches:
-    """Returns micro-batches with inputs that are detached, and so not connected to stand-ins."""
+    """Returns micro-batches whose inputs are detached, so that they need no gradient."""
     inputs = batches.inputs and [map_tensors(_without_gradient, value) for value in batches.inputs]
     return batches._replace(inputs=inputs)
 
@@ -408,7 +408,7 @@ class ObservedBatch(NamedTuple):
         weights: The weight of each micro-batch; None if the caller gives none.
         loss_fn_idx: The number of the loss function that backward starts from.
         optimizer: The optimizer that steps after the batch; None if the caller steps.
-        scaler: The scaler of the loss; None for none.
+        scaler: The scaler of the loss; None without one.
     """
 
     data: MicroBatches

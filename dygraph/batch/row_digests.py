@@ -40,7 +40,7 @@ _SAME_SAMPLES = (
 
 
 class RowDigests(NamedTuple):
-    """Digests of a batch's inputs and labels; None for those that a rank does not have."""
+    """Checksums of a batch's inputs and labels; None for those that a rank does not have."""
 
     inputs: int | None
     labels: int | None
@@ -94,7 +94,7 @@ def require_different_parts(job: Job, inputs: int | None) -> None:
 
 
 def require_one_rate(job: Job, rates: Sequence[float]) -> None:
-    """Refuses ranks that would step with different learning rates; ``rates`` has those of ranks."""
+    """Refuses ranks that would step with different learning rates; ``rates`` are those of ranks."""
     if len({*rates}) > 1:
         job.allow.refuse(
             "optimizer",
@@ -236,7 +236,7 @@ class RankData:
             )
 
     def _warn_of_equal_replicas(self, inputs: int | None) -> None:
-        """Warns if replicas have inputs with one digest. Collective over the replicas."""
+        """Warns if replicas have the same inputs, by their digest. Collective over the replicas."""
         everyone = self._job.replicas().all_gather(inputs)
         if len({*everyone}) < len(everyone):
             log.once(
@@ -279,7 +279,7 @@ class RankData:
         return MicroBatches(inputs, labels), of_all_replicas
 
     def from_last_stage(self, value: Nest) -> list[Nest]:
-        """Returns on every rank the values of the last stage's owners. Collective over the job.
+        """Returns on every rank what the owners of the last stage pass. Collective over the job.
 
         Args:
             value: Tensors and plain values in tuples, lists and dicts; other ranks may pass None.

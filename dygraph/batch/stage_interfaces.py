@@ -66,20 +66,23 @@ class StageHooks(Protocol):
     """
 
     def before_forward(self, stage: int, value: Nest) -> None:
-        """Called with the stage's input: a received value, or the inputs of the batch."""
+        """Called before F with the stage's input: a received value, or the inputs of the batch."""
 
     def after_forward(self, stage: int, value: Nest, output: Nest) -> None:
-        """Called with the stage's input, and with the output of the stage's last layer."""
+        """Called after F with the stage's input, and with the output of the stage's last layer."""
 
     def before_backward(
         self, stage: int, value: Nest, output: Nest, output_grads: Gradients
     ) -> None:
-        """Called with the stage's values and gradients; the last stage's output is the loss."""
+        """Called before B or I with the stage's values, and the gradients that came for its output.
+
+        The output of the last stage is the loss.
+        """
 
     def after_backward(
         self, stage: int, value: Nest, output: Nest, output_grads: Gradients, input_grads: Gradients
     ) -> None:
-        """Called with the same values, and the input's gradients; None for the first stage."""
+        """Called after B or I, with the gradients of the stage's input too; None for stage 0."""
 
     def before_weight_grad(self, stage: int) -> None:
         """Called before action W, which adds the delayed weight gradients."""
@@ -99,4 +102,4 @@ class StageWatch(Protocol):
         """Called when no stage runs any more; ``ends`` is True at the end of the batch."""
 
     def refused(self) -> AbstractContextManager[None]:
-        """Returns a context in which an error that such a use causes names the use."""
+        """Returns a context in which an error by a use of another stage's values names the use."""

@@ -107,13 +107,13 @@ class UnitStates:
     """
 
     def forward(self, stage: int, number: int) -> AbstractContextManager[None]:
-        """Returns the context of the forward of a unit: of its layers in a stage."""
+        """Returns a context in which the layers of a stage run unit ``number`` forward."""
         return nullcontext()
 
     def backward(
         self, stage: int, number: int
     ) -> AbstractContextManager[tuple[Sequence[Tensor], Sequence[Tensor]]]:
-        """Returns the context of the backward of a unit in a stage.
+        """Returns a context in which the backward of unit ``number`` runs in a stage.
 
         The context yields the kept tensors from which the backward starts, besides the output, and
         their gradients.
@@ -163,7 +163,7 @@ class Units:
         return weight_of
 
     def states(self) -> UnitStates:
-        """Returns an object that keeps values between the units of a new batch."""
+        """Returns an object that keeps layers' values from one unit of a new batch for the next."""
         return _NO_STATES
 
     def again(self) -> AbstractContextManager[Mapping[int, Nest]]:
@@ -179,7 +179,7 @@ class Units:
         return []
 
     def name(self, number: int) -> str:
-        """Returns the name of a unit for messages."""
+        """Returns the name of unit ``number`` of a batch, for messages."""
         return f"micro-batch {number}"
 
 
@@ -337,7 +337,7 @@ class MicroBatchWeights:
         return [weights.of(0, number) for number in range(len(labels))]
 
     def counted(self, label: Nest) -> float:
-        """Returns the number of places of some labels that the first loss function counts."""
+        """Returns over how many places of some labels the first loss function averages."""
         return float(places_in(self._loss_functions()[0], label).counted)
 
 
@@ -358,7 +358,7 @@ class PlaceWeights:
         weights: Sequence[Fraction] | None,
         group: Group,
     ) -> None:
-        """Counts the places of this rank.
+        """Counts the places in the labels of this rank.
 
         Args:
             functions: The loss functions.

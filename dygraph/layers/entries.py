@@ -249,7 +249,7 @@ def _build_lazily(entry: Entry, lent: Mapping[str, Tensor]) -> Any:
 
 
 def _check_built(layer: Any) -> Any:
-    """Returns a built layer, after the rules for its kinds of layers have checked it."""
+    """Returns a built layer, after the kinds of layers in it, such as mixtures, have checked it."""
     for kind in layer_kinds.kinds_of(layer):
         kind.take_built(layer)
     return layer

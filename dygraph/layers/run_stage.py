@@ -177,7 +177,7 @@ def _describe_argument(partition: Partition, index: int, value: Nest) -> str:
 
 
 def _describe_layer(partition: Partition, index: int) -> str:
-    """Returns the number and the class name of a layer, for messages."""
+    """Returns the number and the class name of layer ``index`` of the list, for messages."""
     name = partition.layers[index].name
     return f"layer {index} ({name})" if name else f"layer {index}"
 
@@ -265,7 +265,7 @@ class StageRunner:
         return run
 
     def _steps_between(self, start: int, end: int) -> _Steps:
-        """Returns the layers with numbers from ``start`` up to ``end``, exclusive."""
+        """Returns the layers with numbers from ``start`` to ``end - 1``, each after its number."""
         return tuple((index, self._functions[index]) for index in range(start, end))
 
     def _make_piece(

@@ -113,7 +113,7 @@ def find_shared_layers(entries: Sequence[Entry], blueprints: Blueprints) -> tupl
 
 
 def _add_to_variant(variants: list[_Variant], entries: Sequence[Entry], index: int) -> None:
-    """Adds entry ``index`` to the variant that has its class and arguments, or as a new variant.
+    """Adds a shared entry to the variant of its key with its class and arguments, or to a new one.
 
     Args:
         variants: The variants of the entry's key so far; changed in place.
@@ -165,7 +165,7 @@ def _require_shared_by_first(
 
 
 def _constructor_arguments(entry: Entry) -> tuple[object, ...]:
-    """Returns what an entry's layer is built from: class and arguments, or the specification."""
+    """Returns a shared entry's class, or ``LayerSpec``, and the arguments of its constructor."""
     specification = getattr(entry, "layer_spec", None)
     if specification is None:
         return entry.layer_func, entry.inputs, entry.kwargs
@@ -173,7 +173,7 @@ def _constructor_arguments(entry: Entry) -> tuple[object, ...]:
 
 
 def _are_equal(left: Any, right: Any) -> bool:
-    """Whether two arguments of constructors are equal: by value, or attribute by attribute."""
+    """Whether two arguments of layers' constructors are equal, by value or by their attributes."""
     if left is right:
         return True
     if type(left) is not type(right) or isinstance(left, type):
@@ -192,7 +192,7 @@ def _are_equal(left: Any, right: Any) -> bool:
 
 
 def _paths_of(variant: _Variant, blueprints: Sequence[Layer]) -> list[str]:
-    """Returns the path in a variant's layer of each of its parameters and buffers."""
+    """Returns the paths of all parameters and buffers in a variant's layer."""
     return list(paddle.nn.Layer.state_dict(blueprints[variant.indices[0]]))
 
 
@@ -352,7 +352,7 @@ class Built(NamedTuple):
             model.add_sublayer(name, layer)
 
     def follow(self, model: Layer) -> None:
-        """Adopts the layers that the script has put in the places of layers of ``model``.
+        """Replaces the layers here by those that the script has put into ``model`` at their paths.
 
         Raises:
             ConfigError: The model has no layer any more at the path of a registered layer.

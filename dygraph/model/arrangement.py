@@ -92,15 +92,15 @@ class Arrangement:
         if schedule.placement != self.placement:
             raise ConfigError(
                 f"the schedule {schedule.name} does not run on layers placed like these",
-                expected=_describe(schedule.placement),
-                got=_describe(self.placement),
+                expected=_describe_placement(schedule.placement),
+                got=_describe_placement(self.placement),
                 cause="the strategy was another when the PipelineLayer was built",
                 fix="set schedule_mode, and call fleet.init, before you build the PipelineLayer",
             )
         return schedule
 
     def _schedule(self, config: PipelineConfig) -> Schedule:
-        """Builds the schedule of ``config``, or takes the one of the plan."""
+        """Builds the schedule that a strategy's options name, or takes that of the user's plan."""
         if self._plan is not None:
             return self._schedule_of_plan(self._plan, config)
         if self._use_dualpipev:
@@ -137,7 +137,7 @@ class Arrangement:
 
 
 def _with_dualpipev(config: PipelineConfig, chunks: int | None) -> PipelineConfig:
-    """Returns ``config`` with the schedule DualPipeV, for ``use_dualpipev=True``."""
+    """Returns a strategy's options with the schedule DualPipeV, as ``use_dualpipev=True`` asks."""
     if config.schedule not in (PipelineConfig.schedule, _DUALPIPEV) or chunks is not None:
         raise ConfigError(
             "use_dualpipev=True names the schedule DualPipeV, with two chunks on each rank",
@@ -147,8 +147,8 @@ def _with_dualpipev(config: PipelineConfig, chunks: int | None) -> PipelineConfi
     return replace(config, schedule=_DUALPIPEV)
 
 
-def _describe(placement: Placement) -> str:
-    """Describes a placement in messages."""
+def _describe_placement(placement: Placement) -> str:
+    """Returns the shape, the ranks and the chunks of a placement, for messages."""
     return f"a {placement.name} of {placement.ranks} ranks with {placement.chunks} chunks on each"
 
 
@@ -203,11 +203,11 @@ def number_of_stages(num_stages: int | None, topology: Topology, job: Job | None
     return stages
 
 
-def topology_of(topology: Topology, stages: int, job: Job | None) -> Topology:
-    """Returns the topology of a model: the user's, the job's, or a new one.
+def choose_topology(topology: Topology, stages: int, job: Job | None) -> Topology:
+    """Returns the topology of ranks for a model: the user's, the job's, or a new one.
 
     Args:
-        topology: The user's argument; None if there is none.
+        topology: The argument of ``PipelineLayer``; None if there is none.
         stages: The number of pipeline ranks.
         job: The current job.
     """

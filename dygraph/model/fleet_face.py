@@ -27,7 +27,7 @@ _OF_THE_WRAPPER = ("train_batch", "eval_batch", "predict_batch", "forward_backwa
 
 
 class NotWrapped(UsageError, AttributeError):
-    """A method of the wrapper was looked up in a ``PipelineLayer``.
+    """The user looked up a method of the wrapped model, as ``train_batch``, in a ``PipelineLayer``.
 
     It is an AttributeError, so that ``hasattr`` returns False.
     """
@@ -72,7 +72,7 @@ class FleetFace(ModelOnRanks):
 
     @abstractmethod
     def follow(self) -> None:
-        """Makes the stages run the layers that the script has put into the model."""
+        """Makes the stages run the layers that the script has put in the place of others."""
 
     def _set_fleet_attributes(
         self, shared: Mapping[int, SharedLayer], layers: Mapping[str, Layer]
@@ -99,7 +99,7 @@ class FleetFace(ModelOnRanks):
     def _describe_sharing(
         self, shared: Mapping[int, SharedLayer], layers: Mapping[str, Layer]
     ) -> dict[str, dict[str, Any]]:
-        """Returns the value of ``shared_comm``; it is empty if the model was built without a job.
+        """Describes for ``shared_comm`` the shared layers of which other ranks have copies.
 
         The arguments are those of :meth:`_set_fleet_attributes`.
         """

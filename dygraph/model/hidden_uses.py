@@ -50,7 +50,7 @@ def refuse_untied(
 
     Args:
         parameters: This process's parameters by fully qualified name.
-        built: The parameters that it had when the model was built.
+        built: The parameters that this process had when the model was built.
         tied: The shared layers of the list.
         rank_of_layer: Returns the rank that owns a layer, from its number.
     """
@@ -105,17 +105,17 @@ def refuse_hooks(model: Layer) -> None:
         )
 
 
-def refuse_apart(
-    layers: Mapping[int, tuple[int, int]], elsewhere: Mapping[int, tuple[int, int]]
+def refuse_layers_on_different_ranks(
+    layers: Mapping[int, tuple[int, int]], of_other_pipeline: Mapping[int, tuple[int, int]]
 ) -> None:
     """Refuses layers built by the script that another pipeline of the job has on other ranks.
 
     Args:
         layers: The number in the list and the rank of each such layer here, by its id.
-        elsewhere: The same of the other pipeline.
+        of_other_pipeline: The same for the layers of the other pipeline.
     """
     for layer_id, (number, rank) in layers.items():
-        other_number, other_rank = elsewhere.get(layer_id, (number, rank))
+        other_number, other_rank = of_other_pipeline.get(layer_id, (number, rank))
         if other_rank != rank:
             raise ConfigError(
                 "a built layer stands in two pipelines, which have it on different ranks",
@@ -164,7 +164,7 @@ class _OfAnotherStage:
 
 
 class _StoredValue(NamedTuple):
-    """A value that a stage has stored, beside what it returns.
+    """A value that a stage has stored, say in a dict of its module, beside what it returns.
 
     Attributes:
         rank: The rank of the stage.
@@ -189,7 +189,10 @@ def _foreign_value_error(keys: str) -> BoundaryError:
 
 
 class HiddenUses:
-    """Finds stages that use parameters and values of other ranks; implements ``StageWatch``."""
+    """Finds stages that use what only other ranks have; implements ``StageWatch``.
+
+    In one process that plays all ranks such a use would work, and on several ranks it would not.
+    """
 
     def __init__(
         self,
@@ -254,7 +257,7 @@ class HiddenUses:
         """See :class:`StageWatch`: hides what other ranks have from the stage that runs next."""
         self._record_stored_values()
         rank = self._rank_of(stage)
-        self._show(rank if forward else None)
+        self._show_values_to(rank if forward else None)
         if rank != self._rank:
             self._hidden_parameters.close()
             self._hidden_parameters.enter_context(without_memory(self._foreign.get(rank, ())))
@@ -267,7 +270,7 @@ class HiddenUses:
             ends: Whether the batch is over; stored values are inspected in the first batch only.
         """
         self._record_stored_values()
-        self._show(None)
+        self._show_values_to(None)
         self._hidden_parameters.close()
         self._rank = None
         if ends:
@@ -285,7 +288,7 @@ class HiddenUses:
                     )
             self._before[number] = now
 
-    def _show(self, rank: int | None) -> None:
+    def _show_values_to(self, rank: int | None) -> None:
         """Hides from ``rank`` the values that other ranks have stored; None restores all."""
         for (number, key), stored in self._stored_values.items():
             visible = stored.value if rank in (None, stored.rank) else stored.stand_in
@@ -296,7 +299,7 @@ class HiddenUses:
 
     @contextmanager
     def refused(self) -> Iterator[None]:
-        """While it is open, an error that a hidden value or parameter causes names the use.
+        """While it is open, an error by a use of another rank's value or parameter names that use.
 
         Raises:
             ConfigError: A stage has used a parameter of another rank.
@@ -366,14 +369,17 @@ def find_reachable(roots: Iterable[object]) -> dict[int, object]:
     stack = list(roots)
     while stack:
         value = stack.pop()
-        if id(value) not in values and not _is_not_entered(value):
+        if id(value) not in values and not _is_left_out(value):
             values[id(value)] = value
             stack += _referents(value, values)
     return values
 
 
 def _referents(value: Any, values: dict[int, object]) -> list[Any]:
-    """Returns the objects to which an object refers; adds a function's module to ``values``."""
+    """Returns the objects to which an object refers; adds the module of a function to ``values``.
+
+    ``values`` are the objects that the search has reached so far, by id.
+    """
     if isinstance(value, paddle.Tensor):
         return []
     if isinstance(value, types.FunctionType):
@@ -388,8 +394,8 @@ def _referents(value: Any, values: dict[int, object]) -> list[Any]:
     return gc.get_referents(value)
 
 
-def _is_not_entered(value: Any) -> bool:
-    """Whether the search leaves out an object: it is of a library, or has nothing of the script."""
+def _is_left_out(value: Any) -> bool:
+    """Whether the search for hidden uses leaves out an object, because it is not of the script."""
     if isinstance(value, (str, int, float, types.BuiltinFunctionType, types.CodeType)):
         return True
     if isinstance(value, (ModelWithParts, MetaParallelBase)):

@@ -67,7 +67,7 @@ def needs_switch(model: Layer) -> bool:
     return not model.training or not all("training" in vars(layer) for layer in layers)
 
 
-def evaluate(model: Layer, switch: Callable[[], object]) -> None:
+def switch_to_evaluation(model: Layer, switch: Callable[[], object]) -> None:
     """Puts a model into evaluation mode, after it has recorded the script's modes.
 
     Args:
@@ -84,7 +84,7 @@ def evaluate(model: Layer, switch: Callable[[], object]) -> None:
     _forget_evaluation(layers)
 
 
-def train(model: Layer, switch: Callable[[], object]) -> None:
+def switch_to_training(model: Layer, switch: Callable[[], object]) -> None:
     """Puts a model into training mode, but leaves layers in the modes that the script has set.
 
     Args:
@@ -112,7 +112,7 @@ def modes_in_training_batches(model: Layer) -> list[tuple[str, bool]]:
 
 
 def _forget_evaluation(layers: Iterable[Layer]) -> None:
-    """Removes the attribute ``training`` of layers in evaluation mode, so that setting it shows."""
+    """Removes ``training`` from layers in evaluation mode, to see whether a script sets it."""
     for layer in layers:
         if not layer.training:
             layer.__dict__.pop("training", None)
@@ -143,7 +143,7 @@ class OwnedStages:
         recompute_interval: int,
         recompute: Collection[int],
     ) -> None:
-        """Describes the stages; :meth:`take` sets their layers.
+        """Describes the stages; :meth:`set_layers` sets their layers.
 
         Args:
             entries: The whole list of layers.
@@ -157,7 +157,7 @@ class OwnedStages:
         self._recompute = recompute_interval, recompute
         self.recomputes = bool(recompute_interval)
 
-    def take(self, functions: Mapping[int, Callable[..., Nest]], loss_fn: Any) -> None:
+    def set_layers(self, functions: Mapping[int, Callable[..., Nest]], loss_fn: Any) -> None:
         """Sets the layers and functions to run from now on.
 
         Args:
@@ -183,7 +183,7 @@ class OwnedStages:
         In a chain each stage takes what the one before returns.
 
         Args:
-            training: Whether for a training batch, or else for an evaluation.
+            training: Whether the edges are those of a training batch, or of an evaluation.
         """
         return None
 
@@ -213,7 +213,7 @@ class OwnedStages:
         )
 
     def tensors(self) -> dict[int, list[Tensor]]:
-        """Returns the parameters and buffers with memory of each layer, by its number."""
+        """Returns the parameters and buffers of each layer, if in memory, by the layer's number."""
         return {
             number: [
                 tensor
@@ -225,9 +225,9 @@ class OwnedStages:
         }
 
     def begin_uses(self, of_losses: Sequence[Tensor], shared: Collection[Tensor]) -> Uses:
-        """Gives each use of a parameter in these stages its own gradient, for one batch.
+        """Gives each use of a parameter its own gradient for one batch, to be added up by a tree.
 
-        A use is one layer's, or the loss functions', of one parameter.
+        A use is one layer's, or the loss functions', of one parameter of these stages.
 
         Args:
             of_losses: The parameters of the loss functions.

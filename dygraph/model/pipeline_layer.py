@@ -26,10 +26,10 @@ from fleetpipe.dygraph.model import owned_stages
 from fleetpipe.dygraph.model.arrangement import (
     Arrangement,
     LayerPlan,
+    choose_topology,
     cut,
     number_of_stages,
     own_stages,
-    topology_of,
 )
 from fleetpipe.dygraph.model.fleet_face import FleetFace, require_chunk
 from fleetpipe.dygraph.model.hidden_uses import (
@@ -139,7 +139,7 @@ class PipelineLayer(FleetFace):
         self._num_stages = number_of_stages(num_stages, topology, job)
         users_list = entries.check_entries(layers)
         self._layers_desc = entries.expand(users_list, self._num_stages)
-        self._topo = topology_of(topology, self._num_stages, job)
+        self._topo = choose_topology(topology, self._num_stages, job)
         # A model of one stage in a job of several ranks is whole here, and needs no other rank.
         self._job = job if job is not None and job.degrees.pp == self._num_stages else None
         self.take_loss(loss_fn)
@@ -214,7 +214,7 @@ class PipelineLayer(FleetFace):
             *(self._layers_desc, self.partition, self._owned),
             *(self._recompute_interval, self._recompute),
         )
-        self.owned_stages.take(built.functions, self._loss_fn)
+        self.owned_stages.set_layers(built.functions, self._loss_fn)
         self._set_fleet_attributes(self._shared_layers, built.shared)
 
     def follow(self) -> None:
@@ -238,7 +238,7 @@ class PipelineLayer(FleetFace):
         self._registered.follow(self)
         parameters = self.state.own_parameters()
         refuse_untied(parameters, self._first_parameters, self._tied, self.get_stage_from_index)
-        self.owned_stages.take(self._registered.functions, self._loss_fn)
+        self.owned_stages.set_layers(self._registered.functions, self._loss_fn)
         self._list_functions(self._shared_layers)
         # The list keeps its objects alive, so no new object has the id of an old one.
         self._last_tree, self.version = tree, self.version + 1
@@ -259,7 +259,7 @@ class PipelineLayer(FleetFace):
         refuse_unlisted(self.state.own_parameters(), self.loss_parameters())
 
     def hidden_uses(self) -> HiddenUses | None:
-        """Returns a finder of uses of other ranks' parameters; None if there is one stage."""
+        """Returns what finds uses of other ranks' parameters in a batch; None with one stage."""
         if self._num_stages == 1:
             return None
         last = self.placement.rank_of(self.placement.stages - 1)
@@ -283,7 +283,7 @@ class PipelineLayer(FleetFace):
         return HiddenUses(functions, owners, names, rank_of, here)
 
     def companion(self, pipeline: Layer) -> BatchObserver | None:
-        """Returns an observer that trains the reference beside the first batches; None for none.
+        """Returns an observer that trains the plain model beside the first batches; None without.
 
         Args:
             pipeline: The wrapper of this model.
@@ -302,7 +302,7 @@ class PipelineLayer(FleetFace):
         refuse_hooks(self)
         model = self.with_modes
         if training and (not self._has_begun or owned_stages.needs_switch(model)):
-            owned_stages.train(model, self.train)
+            owned_stages.switch_to_training(model, self.train)
         elif not training and model.training:
             self.eval()
         else:
@@ -311,7 +311,7 @@ class PipelineLayer(FleetFace):
 
     def eval(self) -> Any:
         """Puts all layers into evaluation mode, until a batch trains or a script switches them."""
-        owned_stages.evaluate(self, super().eval)
+        owned_stages.switch_to_evaluation(self, super().eval)
         return self
 
     def modes_in_training(self) -> list[tuple[str, bool]]:
@@ -331,7 +331,7 @@ class PipelineLayer(FleetFace):
         ]
 
     def begin_uses(self) -> Uses:
-        """Gives each use of a parameter of this process its own gradient, for one batch.
+        """Gives each use of a parameter its own gradient for one batch, to be added up by a tree.
 
         Raises:
             ConfigError: The uses of a parameter cannot be told apart.

@@ -38,7 +38,7 @@ _DIRECTIONS = {"F": "forward", "B": "backward"}
 
 @contextmanager
 def trial() -> Iterator[None]:
-    """While it is open, forwards of this thread are trials: they belong to no batch."""
+    """While it is open, forwards of this thread are trials, which belong to no batch."""
     token = _trial.set(True)
     try:
         yield
@@ -59,7 +59,7 @@ class NumberedHooks:
     """
 
     def __init__(self, kind: str, capacity: int) -> None:
-        """Starts without hooks.
+        """Creates an empty registry of hooks.
 
         Args:
             kind: "forward", "backward" or "bubble", for messages.
@@ -73,7 +73,7 @@ class NumberedHooks:
         return bool(self._hooks)
 
     def register_hook(self, location: int, hook: NumberedHook) -> None:
-        """Adds ``hook(location)``, called before number ``location``.
+        """Adds a hook, called as ``hook(location)`` before forward or backward number ``location``.
 
         Raises:
             UsageError: ``location`` is not below the capacity.
@@ -103,7 +103,7 @@ class UserHooks:
     """
 
     def __init__(self, schedule: Schedule, bubbles: int) -> None:
-        """Starts without hooks.
+        """Creates empty registries of hooks.
 
         Args:
             schedule: The schedule that runs.
@@ -144,7 +144,7 @@ class HookCalls(BatchObserver):
     """
 
     def __init__(self, schedule: Schedule, bubbles: int, ranks: Iterable[int]) -> None:
-        """Starts without hooks; ``ranks`` are those that this process plays."""
+        """Creates empty registries; ``ranks`` are the ranks that this process plays."""
         self.hooks = UserHooks(schedule, bubbles)
         self._rank_of = schedule.placement.rank_of
         self._bubbles = {
@@ -155,7 +155,7 @@ class HookCalls(BatchObserver):
         self._step_id: int | None = None
 
     def of_batch(self, training: bool) -> HookCalls | None:
-        """Begins a batch: numbers start at 0 again. Numbered hooks are called in training only.
+        """Begins a batch: actions are counted from 0. Numbered hooks are called in training only.
 
         Returns:
             This object, to call around the batch's forwards and backwards; None if neither this
@@ -172,14 +172,14 @@ class HookCalls(BatchObserver):
                 self._run_bubble_hooks(rank)
 
     def before_forward(self, stage: int, value: Nest) -> None:
-        """See :class:`StageHooks`."""
+        """Calls the hooks before F."""
         self._step_id = self._count_action("forward", stage, self.hooks.forward)
         pipeline_parallel_callbacks_.on_location(
             Locations.FORWARD_BEGIN, input_tensor=value, step_id=self._step_id
         )
 
     def after_forward(self, stage: int, value: Nest, output: Nest) -> None:
-        """See :class:`StageHooks`."""
+        """Calls the hooks after F."""
         pipeline_parallel_callbacks_.on_location(
             Locations.FORWARD_END, input_tensor=value, output_tensor=output, step_id=self._step_id
         )
@@ -187,7 +187,7 @@ class HookCalls(BatchObserver):
     def before_backward(
         self, stage: int, value: Nest, output: Nest, output_grads: Gradients
     ) -> None:
-        """See :class:`StageHooks`."""
+        """Calls the hooks before B or I."""
         self._step_id = self._count_action("backward", stage, self.hooks.backward)
         pipeline_parallel_callbacks_.on_location(
             Locations.BACKWARD_BEGIN,
@@ -200,7 +200,7 @@ class HookCalls(BatchObserver):
     def after_backward(
         self, stage: int, value: Nest, output: Nest, output_grads: Gradients, input_grads: Gradients
     ) -> None:
-        """See :class:`StageHooks`."""
+        """Calls the hooks after B or I."""
         pipeline_parallel_callbacks_.on_location(
             Locations.BACKWARD_END,
             input_tensor=value,
@@ -211,7 +211,7 @@ class HookCalls(BatchObserver):
         )
 
     def before_weight_grad(self, stage: int) -> None:
-        """See :class:`StageHooks`."""
+        """Counts action W, and calls the hooks of bubbles before it."""
         self._count_action("weight", stage, None)
 
     def _count_action(self, kind: str, stage: int, hooks: NumberedHooks | None) -> int | None:
@@ -239,7 +239,7 @@ class HookCalls(BatchObserver):
 
 
 def _in_form_of(value: Nest, grads: Gradients) -> Tensor | Gradients:
-    """Returns gradients as hooks get them: a tensor if ``value`` is one, otherwise a tuple."""
+    """Returns gradients as hooks get them: a tensor if ``value`` is a tensor, otherwise a tuple."""
     if grads is None:
         return None
     return grads if isinstance(value, (tuple, list, dict)) else next(iter(grads), None)
@@ -249,7 +249,7 @@ class Timer:
     """Adds up the time between its starts and stops."""
 
     def __init__(self, name: str) -> None:
-        """Starts with 0 seconds."""
+        """Creates a timer that has measured 0 seconds."""
         self.name = name
         self._elapsed = 0.0
         self._started: float | None = None
@@ -321,7 +321,7 @@ class Timers:
 
     @contextmanager
     def timing(self, name: str) -> Iterator[None]:
-        """Times the code that runs while it is open."""
+        """While it is open, the timer of that name runs."""
         timer = self(name)
         timer.start()
         try:
@@ -358,7 +358,7 @@ class TimedActions(BatchObserver):
         self._timers.log(self._timers.timers)
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
-        """See :class:`fleetpipe.engine.observer.Observer`."""
+        """Returns an operation of the plan with a timer around it, if it is timed."""
         if isinstance(op, Action):
             name = "forward_step" if op.kind == "F" else "backward_step"
         elif isinstance(op, (Send, Recv)):

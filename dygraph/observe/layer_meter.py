@@ -160,7 +160,7 @@ class LayerMeter:
         return run
 
     def _runner(self, stage: int, functions: Functions) -> StageRunner:
-        """Returns the runner for single layers of a stage, which runs ``functions`` now."""
+        """Returns the runner for single layers of a stage, whose layers are ``functions``."""
         runner = self._runners.get(stage)
         if runner is None or runner[0] != functions:
             runner = self._runners[stage] = (

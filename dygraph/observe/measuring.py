@@ -63,7 +63,7 @@ class _UsedMemory(NamedTuple):
 
     @classmethod
     def now(cls) -> _UsedMemory:
-        """Returns the current numbers of bytes."""
+        """Returns the bytes that are in use now."""
         return cls(allocated_bytes(), reserved_bytes())
 
 
@@ -76,7 +76,7 @@ class MemoryMeter:
         self._maximum = self._at_start
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
-        """See :class:`fleetpipe.engine.observer.Observer`."""
+        """Returns an action of the plan that measures the memory afterwards."""
         if not isinstance(op, Action):
             return instruction
 
@@ -120,7 +120,7 @@ class ActionMeter:
         self._batches: defaultdict[Work, list[float]] = defaultdict(list)
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
-        """See :class:`fleetpipe.engine.observer.Observer`."""
+        """Returns an operation of the plan with a clock around it, if it is measured."""
         if isinstance(op, Action):
             kind, stage = op.kind, op.stage
         elif isinstance(op, Free):
@@ -321,7 +321,7 @@ class Runs:
         return (turn % count for turn in range(max(LEAST_SAMPLES, count)))
 
     def _micro_batch(self, index: int) -> MicroBatches:
-        """Returns the micro-batch of this process with a number."""
+        """Returns micro-batch ``index`` of this process, as a batch of one."""
         return MicroBatches(*(values and [values[index]] for values in self._data))
 
     def _new_batch(
@@ -368,7 +368,7 @@ class Runs:
 
 
 def _run_batch(engine: Engine, stage: DygraphStage, batch: Batch, units: Units = WHOLE) -> None:
-    """Runs a batch through an engine without reductions and step; gradients stay."""
+    """Runs a batch through an engine without reductions and optimizer step; gradients stay."""
     stage.begin(batch, units=units)
     try:
         engine.run({"REDUCE": lambda: None, "STEP": lambda: None})
@@ -382,7 +382,7 @@ def computing_together(job: Job) -> Group:
 
 
 def clock_for(job: Job) -> Callable[[], float]:
-    """Returns the clock for actions. Collective over the job.
+    """Returns the clock by which actions of stages are timed. Collective over the job.
 
     If a host has fewer processors than ranks, the clock is the thread's processor time, because
     elapsed time would include waits for a processor.

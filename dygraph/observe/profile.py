@@ -130,8 +130,8 @@ def _layer_ranges(layers: PipelineLayer) -> list[tuple[int, int]]:
     return list(itertools.pairwise(bounds))
 
 
-def _names(layers: PipelineLayer) -> list[str]:
-    """Returns the names of all layers, and "loss"."""
+def _names_with_loss(layers: PipelineLayer) -> list[str]:
+    """Returns the names of all layers of a model, and last "loss"."""
     return [*(layer.name for layer in layers.partition.layers), "loss"]
 
 
@@ -158,7 +158,7 @@ def _whole_costs(
     for stage, (start, end) in enumerate(_layer_ranges(layers)):
         # A forward before a split backward may take longer: that time counts as part of I.
         slower = max(split["F", stage, 0] - whole["F", stage, 0], 0.0)
-        scaled += _scale(
+        scaled += _scale_times(
             [samples[0, number] for number in range(start, end)],
             forward=whole["F", stage, 0],
             backward=whole["B", stage, 0],
@@ -166,7 +166,9 @@ def _whole_costs(
             weight_grad=split["W", stage, 0],
         )
     return layer_meter.layer_costs(
-        _names(layers), scaled, [sizes.get(number, (0, 0, 0)) for number in range(len(scaled))]
+        _names_with_loss(layers),
+        scaled,
+        [sizes.get(number, (0, 0, 0)) for number in range(len(scaled))],
     )
 
 
@@ -183,12 +185,14 @@ def _slice_costs(
     """
     scaled: list[layer_meter.Sample] = []
     for stage, (start, end) in enumerate(_layer_ranges(layers)):
-        scaled += _scale(
+        scaled += _scale_times(
             [samples[index, number] for number in range(start, end)],
             forward=times["F", stage, index],
             backward=times["B", stage, index],
         )
-    return tuple(layer_meter.layer_costs(_names(layers), scaled, [(0, 0, 0)] * len(scaled)))
+    return tuple(
+        layer_meter.layer_costs(_names_with_loss(layers), scaled, [(0, 0, 0)] * len(scaled))
+    )
 
 
 def between_ranks(
@@ -218,7 +222,7 @@ def between_ranks(
     return Link(latency, 0.0), Transfer(*fixed, TYPICAL.per_byte)
 
 
-def _scale(samples: list[layer_meter.Sample], **measured: float) -> list[layer_meter.Sample]:
+def _scale_times(samples: list[layer_meter.Sample], **measured: float) -> list[layer_meter.Sample]:
     """Returns the samples of a stage's layers with times that add up to those of the stage.
 
     Args:

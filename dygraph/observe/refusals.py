@@ -51,11 +51,7 @@ class FiniteSends:
         return cls() if os.environ[_FLAG].lower() in ("1", "true", "t", "yes", "y") else None
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
-        """See :class:`fleetpipe.engine.observer.Observer`.
-
-        The returned instruction raises a :class:`BoundaryError` if the value to send has NaN or
-        Inf.
-        """
+        """Returns a send that raises a :class:`BoundaryError` if its value has NaN or Inf."""
         if not isinstance(op, Send):
             return instruction
         key = message_of(op)
@@ -98,7 +94,7 @@ class BackwardState(BatchObserver):
     """An observer that refuses backwards which change the state of layers, in the first batch."""
 
     def __init__(self, layers: PipelineLayer) -> None:
-        """Starts before the first batch of the model ``layers``."""
+        """Creates an observer of the model ``layers``, before its first batch."""
         self._layers = layers
         self._has_ended = False
         self._layers_by_path: Mapping[str, Layer] = {}
@@ -138,7 +134,7 @@ class BackwardState(BatchObserver):
         self._has_ended, self._layers_by_path, self._containers = True, {}, []
 
     def _iterate_values(self) -> Iterator[tuple[tuple[int, object], tuple[str, Any]]]:
-        """Yields a constant key, the name, and the value of each attribute that a forward may read.
+        """Yields key, name and value of each attribute of layers that a forward may read.
 
         The value of a buffer or statistic is its checksum. Parameters are left out: only optimizer
         steps change them.

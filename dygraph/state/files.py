@@ -37,7 +37,7 @@ class LayerInParts:
     def __init__(
         self, parts: Mapping[str, Sequence[Tensor]], group: Callable[[], Group] = SoleGroup
     ) -> None:
-        """Stores the parts.
+        """Stores this process's parts of the layer's weights.
 
         Args:
             parts: The parts of each whole weight, in order, by the weight's name in the file.
@@ -113,7 +113,7 @@ def save(
     mp_rank: int,
     writer: Writer,
 ) -> None:
-    """Writes a file for each layer, and then this rank's manifest, a list of the files.
+    """Writes each layer's weights to a file, and then this rank's manifest, a list of the files.
 
     Until all ranks have finished, the previous save in the folder can still be read.
 
@@ -303,7 +303,7 @@ class LayerFiles:
             copies.equalize(self._sources)
 
     def _guard_call(self, operation: str) -> AbstractContextManager[None]:
-        """Returns a context whose error reaches all ranks; ``operation`` describes it there."""
+        """Returns a context whose error all ranks raise; ``operation`` describes it there."""
         return nullcontext() if self._job is None else self._job.guarded(lambda: operation)
 
     def _is_writer(self) -> bool:

@@ -43,7 +43,7 @@ BufferSlot = tuple[dict[str, Tensor], str]
 
 
 class ModelWithParts(paddle.nn.Layer):
-    """A model that may hold only parts of weights, as of a vocabulary head, and loads wholes."""
+    """A model that may hold only parts of weights, as of a vocabulary head; it loads whole ones."""
 
     def set_state_dict(
         self, state_dict: Mapping[str, Any], use_structured_name: bool = True
@@ -70,7 +70,7 @@ class Slot(NamedTuple):
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> Slot:
-        """Describes a parameter or buffer of this rank with a fully qualified name."""
+        """Describes the parameter or buffer of this rank that has a fully qualified name."""
         return cls(name, tensor_parallel.whole_shape(tensor), attached_part(tensor))
 
     @property
@@ -81,18 +81,18 @@ class Slot(NamedTuple):
         return Slot(self.part.whole_name(self.name), self.part.cut.whole(self.shape))
 
     def value_in(self, state: Mapping[str, Any]) -> Any:
-        """Returns the value of this parameter or buffer from a state of whole weights by name."""
+        """Returns what this parameter or buffer gets from a state of whole weights by name."""
         whole = state[self.whole.name]
         return whole if self.part is None else self.part.cut.taken_from(whole)
 
 
 def join_parts(slots: Iterable[Slot]) -> list[Slot]:
-    """Returns slots with one slot of a whole weight in the place of the slots of its parts."""
+    """Returns slots in which one slot of a whole weight replaces the slots of its parts."""
     return list(dict.fromkeys(slot.whole for slot in slots))
 
 
 def choose_slots(slots: Sequence[Slot], source: Layer | Mapping[str, Any]) -> list[Slot]:
-    """Returns the slots of a source, which may have whole weights where the pipeline has parts.
+    """Returns the slots of a model to load from, which may have a vocabulary head in one piece.
 
     Args:
         slots: All parameters and buffers of the whole pipeline, in the order of its layers.
@@ -263,7 +263,7 @@ class ModelState:
         return ((self._qualified_name(name), tensor) for name, tensor in state.items())
 
     def _is_late(self, name: str, tensor: Tensor) -> bool:
-        """Whether the tensor with a name is a buffer that a forward has registered."""
+        """Whether a tensor of the state dict is a buffer that a forward has registered."""
         return name not in self._built and not is_parameter(tensor)
 
     def own_parameters(self) -> dict[str, Tensor]:
@@ -272,7 +272,7 @@ class ModelState:
         return {self._qualified_name(name): parameter for name, parameter in parameters}
 
     def hidden_buffers(self) -> dict[str, Tensor]:
-        """Returns the buffers of this process's layers that no state dict had at the beginning."""
+        """Returns the buffers of this process's layers that the first state dict did not have."""
         slots = hidden_buffers(self._functions)
         hidden = {name: holder[key] for name, (holder, key) in slots.items()}
         return {**hidden, **self.late_buffers()}
@@ -330,7 +330,7 @@ class ModelState:
         return list(by_name.values())
 
     def whole_slots(self) -> list[Slot]:
-        """Returns :meth:`slots`, with one slot of the whole weight in the place of its parts'."""
+        """Returns :meth:`slots`, with one slot for a whole weight, of which ranks hold parts."""
         return join_parts(self.slots())
 
     def positions(self) -> dict[str, int]:
@@ -433,12 +433,12 @@ class ModelState:
         return names_in(self.slots(), self._state_in(model), self.plain_names)
 
     def _state_in(self, model: Layer) -> Mapping[str, Tensor]:
-        """Returns the state of a whole single-device model by its own names."""
+        """Returns the state dict of a single-device model, under that model's names."""
         state: Mapping[str, Tensor] = model.state_dict()
         return state
 
     def _names_by_prefix(self, prefixes: Mapping[str, str]) -> dict[str, str]:
-        """Returns :attr:`plain_names`; ``prefixes`` has each layer's path in the plain model."""
+        """Returns :attr:`plain_names` from the path of each layer in the plain model."""
         if len(prefixes) != len(self._entries):
             return {}
         names: dict[str, str] = {}
@@ -452,11 +452,11 @@ class ModelState:
         return names
 
     def _qualified_name(self, name: str) -> str:
-        """Returns the fully qualified name of the tensor that this process calls ``name``."""
+        """Returns the fully qualified name of the tensor ``name`` of this process's state dict."""
         return self._names.get(name, name)
 
     def _slots_of(self, index: int) -> list[Slot]:
-        """Returns the slots of layer ``index`` of the list."""
+        """Returns the slots (descriptions) of the parameters and buffers of layer ``index``."""
         shared = self._shared.get(index)
         if shared is None:
             return slots_in_layer(self._blueprints[index], index)
@@ -465,7 +465,7 @@ class ModelState:
 
 
 def _check_and_assign(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    """Sets each tensor to the value with its name.
+    """Sets each tensor to the value of the same name, if all dtypes are equal.
 
     Raises:
         CheckpointError: A dtype differs; no tensor has changed then.

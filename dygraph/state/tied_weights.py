@@ -108,7 +108,7 @@ class SharedWeights:
                 tensors[weight.name].is_firstly_shared = rank == weight.holders[0]
 
     def parameters(self) -> list[Tensor]:
-        """Returns the copies that are parameters."""
+        """Returns this rank's copies of shared weights that are parameters, not buffers."""
         tensors = (self._tensors[weight.name] for weight in self.weights)
         return [tensor for tensor in tensors if is_parameter(tensor)]
 
@@ -211,7 +211,7 @@ def _copy_gradients(numbered: Sequence[tuple[int, Tensor]]) -> list[tuple[int, T
 
 
 def _sparse_gradient_error(where: str) -> ConfigError:
-    """Returns the error of a sparse gradient; ``where`` names the layer or the parameter."""
+    """Returns the error of a shared weight with a sparse gradient; ``where`` names its layer."""
     return ConfigError(
         "the gradient of a shared weight is sparse",
         where=f"{where}, shared by several ranks",

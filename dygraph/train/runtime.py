@@ -24,7 +24,7 @@ from fleetpipe.dygraph.batch.row_digests import RankData
 from fleetpipe.dygraph.batch.stage_interfaces import Batch
 from fleetpipe.dygraph.batch.units import WHOLE, MicroBatchWeights, Units, units_of
 from fleetpipe.dygraph.layers.run_stage import require_dynamic_graph
-from fleetpipe.dygraph.model.hidden_uses import find_reachable, refuse_apart
+from fleetpipe.dygraph.model.hidden_uses import find_reachable, refuse_layers_on_different_ranks
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.random_keys import FLEET, Keys
 from fleetpipe.dygraph.sums import refuse_beside_trees
@@ -96,7 +96,7 @@ class BatchKeys:
         return keys
 
     def keyed(self, keys: Keys | None) -> AbstractContextManager[None]:
-        """Returns a context in which layers draw under ``keys``. Collective over mp."""
+        """Returns a context in which layers draw from these seeds. Collective over mp."""
         return random_keys.under_keys(keys, self._job.model_parallel())
 
 
@@ -303,7 +303,7 @@ class Runtime:
         for reference in () if job.local else job.pipelines:
             earlier = reference()
             if earlier is not None:
-                refuse_apart(layers.built_layers(), earlier.built_layers())
+                refuse_layers_on_different_ranks(layers.built_layers(), earlier.built_layers())
         job.pipelines.append(weakref.ref(layers))
         with job.guarded(lambda: "wrapping the model"):
             self._connect()

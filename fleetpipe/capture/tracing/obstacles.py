@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.capture.tracing.user_lines import forward_location
 from fleetpipe.capture.tracing.value import Node, StateRef
-from fleetpipe.dygraph.batch.losses import kept_for
+from fleetpipe.dygraph.batch.losses import tensors_read_by
 from fleetpipe.errors import CaptureError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.eager_operations import DATA_ENDS_TRAINING, Function, is_silent, set_data
@@ -155,7 +155,8 @@ def require_no_tensor_kept_for_loss(
     Raises:
         CaptureError: A loss function reaches another tensor now.
     """
-    new = (path for loss in losses for path, tensor in kept_for(loss) if id(tensor) not in before)
+    read = (pair for loss in losses for pair in tensors_read_by(loss))
+    new = (path for path, tensor in read if id(tensor) not in before)
     path = next(new, None)
     if path is not None:
         raise CaptureError(

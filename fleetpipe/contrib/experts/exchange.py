@@ -246,7 +246,7 @@ def _exchange_without_gradient(
 
 
 def _sort_by_column(tokens: Tensor, counts: Counts) -> Tensor:
-    """Sorts tokens by column, then row, of a table; they are sorted by row, then column.
+    """Sorts tokens, which are sorted by row and then column of a table, by column and then row.
 
     Args:
         tokens: [tokens, width].
@@ -270,7 +270,7 @@ def _split_by_sizes(tokens: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 
 
 def _concat_filled(pieces: Sequence[Tensor]) -> Tensor:
-    """Concatenates pieces along the tokens, without empty ones, unless all are empty."""
+    """Concatenates pieces of tokens, leaving out empty pieces, of which Paddle takes none."""
     filled = [piece for piece in pieces if piece.shape[0]]
     return paddle.concat(filled) if filled else pieces[0]
 
@@ -396,7 +396,7 @@ def moe_scatter(tokens: Tensor, positions: Tensor, counts: Tensor, *arguments: o
 
 
 def moe_gather(outputs: Tensor, *arguments: object) -> Tensor:
-    """Calls Paddle's ``MoEGather.apply``, and notes that the experts have computed."""
+    """Calls Paddle's ``MoEGather.apply``; a profile counts the experts' time until this call."""
     groups.note_outputs()
     gathered: Tensor = MoEGather.apply(outputs, *arguments)
     return gathered

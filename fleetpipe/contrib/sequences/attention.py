@@ -101,7 +101,7 @@ def _require_shapes(query: Tensor, key: Tensor, value: Tensor, documents: Tensor
 
 
 class _Exchange(paddle.autograd.PyLayer):
-    """Calls :func:`_exchange_axes`; the backward calls it with the other axis."""
+    """Exchanges positions for heads among sep ranks, or back; the backward goes the other way."""
 
     @staticmethod
     def forward(
@@ -146,7 +146,7 @@ def to_heads(group: Group, query: Tensor, key: Tensor, value: Tensor) -> tuple[T
 
 
 def to_places(group: Group, tensor: Tensor) -> Tensor:
-    """Undoes :func:`to_heads`. Collective."""
+    """Exchanges heads for positions again, after :func:`to_heads`. Collective over sep."""
     return tensor if group.ranks == 1 else _exchange(group, _POSITIONS, tensor)[0]
 
 

@@ -38,12 +38,12 @@ class SequenceRanks(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
+        """The number of ranks that share a sequence."""
         return self.sep.ranks * self.cp.ranks
 
     @property
     def divisor(self) -> int:
-        """The number that must divide the length of a sequence."""
+        """The number that must divide the length of a sequence, so that parts are equal."""
         return self.ranks * (2 if self.cp.ranks > 1 else 1)
 
     def chunks(self, length: int, rank: int | None = None) -> list[tuple[int, int]]:

@@ -28,7 +28,7 @@ TILE = 512
 
 
 class Chunk(NamedTuple):
-    """Consecutive positions of sequences.
+    """Queries, or keys and values, at consecutive positions of sequences.
 
     Args:
         begin: The first position.
@@ -388,7 +388,7 @@ def _by_head(values: Tensor, heads: int) -> Tensor:
 
 
 def _by_position(values: Tensor) -> Tensor:
-    """Undoes :func:`_by_head`."""
+    """Turns queries that :func:`_by_head` has grouped into ``[rows, positions, heads, size]``."""
     rows, heads, each, length, size = values.shape
     return values.transpose([0, 3, 1, 2, 4]).reshape([rows, length, heads * each, size])
 

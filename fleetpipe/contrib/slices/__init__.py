@@ -201,7 +201,7 @@ class SliceStates(UnitStates):
             _running.pop()
 
     def release(self, stage: int, number: int) -> None:
-        """Drops the values of the last remaining slice of a stage and micro-batch."""
+        """Drops what layers keep in the last remaining slice of a stage and micro-batch."""
         key = stage, number // self._slices
         self._kept[key].pop()
         if not self._kept[key]:
