@@ -315,7 +315,7 @@ class Stages:
         ]
 
     def _end_with_loss(self, end: int) -> int:
-        """Returns the end of a stage in ``_all``: after the loss if ``end`` is that of the model."""
+        """Returns a stage's end in ``_all``: after the loss if ``end`` is the number of layers."""
         return len(self._all) if end == self.count else end
 
     def seconds(self, start: int, end: int) -> float:
