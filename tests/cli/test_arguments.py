@@ -204,7 +204,7 @@ def test_a_reader_that_goes_away_is_no_error(command: str, unbuffered: str, tmp_
 
 
 def test_a_connection_that_breaks_is_not_taken_for_the_reader(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
 ) -> None:
     def broken(_: object) -> int:
         raise BrokenPipeError

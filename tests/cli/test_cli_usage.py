@@ -267,7 +267,7 @@ DISTRIBUTIONS = {
 }
 
 
-def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+def without(monkeypatch: Patch, package: str) -> None:
     """Hides a package from imports and from those who look for it."""
 
     def hidden(name: str) -> ModuleSpec | None:
@@ -317,7 +317,7 @@ def test_an_import_of_what_is_missing_says_its_purpose_and_the_line() -> None:
     ],
 )
 def test_what_a_script_cannot_do_without(
-    script: str, found: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: str, found: list[str], tmp_path: Path, monkeypatch: Patch
 ) -> None:
     without(monkeypatch, "yaml")
     (tmp_path / "train.py").write_text(script)
@@ -331,8 +331,8 @@ def test_what_a_script_cannot_do_without(
 def test_a_script_without_its_data_is_refused_before_any_rank_starts(
     command: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: Patch,
+    capsys: Capture,
 ) -> None:
     without(monkeypatch, "sklearn")
     (tmp_path / "train.py").write_text("from sklearn.datasets import load_digits")

@@ -403,7 +403,7 @@ class RunRecord:
 
     @property
     def points(self) -> dict[str, list[tuple[int, float]]]:
-        """The steps and values by name of figure, without the NaN that mark gaps of the history."""
+        """The steps and values of each figure, without the NaN that stand for missing steps."""
         gaps = set(self.board.history.gaps().values())
         return {
             name: [(step, value) for step, value in zip(steps, values) if step not in gaps]
@@ -411,7 +411,7 @@ class RunRecord:
         }
 
     def elapsed(self, rows: Sequence[Row]) -> list[float]:
-        """Returns the seconds from the start of the run to each row of it; empty if unknown."""
+        """Returns the seconds from the start of the run to each of the rows; empty if unknown."""
         starts = [attempt.began for attempt in self.board.attempts[:1]]
         starts += [row.time for row in self.train[:1]]
         begin = min(filter(_is_plausible_time, starts), default=0.0)

@@ -73,7 +73,7 @@ class BoardWriter:
         self._written: dict[Path, tuple[int, int]] = {}
 
     def add(self, heard: Mapping[int, LastRecord], now: float) -> None:
-        """Makes and writes the next board.
+        """Combines the records of the ranks into the state of the job, and writes it.
 
         Args:
             heard: The last record of each rank, with the rows that came since the last board.
@@ -89,7 +89,7 @@ class BoardWriter:
                     run_files.append_line(folder / run_files.SLOW, line)
 
     def close(self, last: RankRecord, now: float) -> None:
-        """Writes the last board, which says that the job has ended.
+        """Writes the last state of the job: that it has ended.
 
         Args:
             last: The last record of this rank, which may be newer than that in the last board.
@@ -113,10 +113,10 @@ class BoardWriter:
         self._publish(board, slow=())
 
     def _publish(self, board: JobBoard, slow: Sequence[SlowRank]) -> list[SlowRank]:
-        """Writes a board, with what happened since the last one in its history.
+        """Writes the state of the job, with what happened since the last call in its history.
 
         Args:
-            board: The board.
+            board: The state.
             slow: The ranks that are slow now.
 
         Returns:
@@ -130,7 +130,7 @@ class BoardWriter:
         return named
 
     def _note_figures(self, board: JobBoard) -> None:
-        """Adds the figures of the steps since the last board to the history."""
+        """Adds to the history the figures of the steps since the last call."""
         if not self._figures:
             return
         if not self._history.last:
@@ -159,7 +159,7 @@ class BoardWriter:
                 self._history.add_event(event)
 
     def _note_events(self, board: JobBoard) -> None:
-        """Adds the events since the last board to the history."""
+        """Adds to the history what happened since the last call."""
         # A process that replaces a rank has not done a step of its own yet.
         step = max(board.step, self._history.last)
         for _ in range(len(self._noted)):

@@ -67,11 +67,11 @@ class ReplayedStep:
     """
 
     def __init__(self, operations: Iterable[TracedOperation], one_thread: bool = False) -> None:
-        """Finds the dependencies of the operations.
+        """Finds which operations wait for which.
 
         Args:
             operations: The operations of one step.
-            one_thread: Whether all operations of a rank are one stream, as in fleetpipe's traces.
+            one_thread: Whether a rank runs one operation after another, as in fleetpipe's traces.
 
         Raises:
             ConfigError: The order of the trace is impossible: operations wait in a circle.

@@ -88,7 +88,7 @@ class TracedOperation(NamedTuple):
 
     @property
     def end(self) -> float:
-        """When it ended."""
+        """When the operation ended, in seconds."""
         return self.start + self.duration
 
     @property
@@ -268,14 +268,13 @@ def _operation_in_row(row: _Row, where: str) -> TracedOperation:
     """
     kind = str(row.get("kind") or "").strip()
     if not kind:
-        raise ConfigError("an operation has no kind", where=where, expected=", ".join(KINDS))
+        raise ConfigError("an operation has no kind", where=where, fix=f"give {', '.join(KINDS)}")
     step, replica, stage, chunk, micro_batch = (
         int(_number_in(row, name, where, least=0, whole=True))
         for name in ("step", "replica", "stage", "chunk", "micro_batch")
     )
-    start, duration = (_number_in(row, name, where, -_MOST) for name in ("start", "duration"))
-    if duration < 0:
-        raise ConfigError("an operation takes less than no time", where=where, got=f"{duration:g}")
+    start = _number_in(row, "start", where, -_MOST)
+    duration = _number_in(row, "duration", where, least=0)
     name = KINDS.get(kind.lower().replace("_", "-"), kind)
     return TracedOperation(step, replica, stage, chunk, name, micro_batch, start, duration)
 
@@ -302,6 +301,7 @@ def _number_in(row: _Row, name: str, where: str, least: float, whole: bool = Fal
         where=where,
         expected=f"from {least:g} to {_MOST:g}",
         got=repr(value),
+        fix="write the table again",
     )
 
 

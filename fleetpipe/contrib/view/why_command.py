@@ -133,7 +133,7 @@ class TraceAnalysis:
         }
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """Yields each figure's name, indented below what it is a part of, and its text."""
+        """Yields lines to print: the name of a figure, indented below its whole, and its text."""
         slowdown, steps = self.slowdown, len(self.steps)
         measured, replayed, ideal = self._seconds
         yield "steps", f"{steps}, {len(slowdown.ranks)} ranks"

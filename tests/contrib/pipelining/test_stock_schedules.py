@@ -15,7 +15,6 @@ from paddle import nn
 
 from fleetpipe.errors import ConfigError, PeerFailed
 from fleetpipe.launch.substitution import in_place_of_paddles
-from fleetpipe.paddle_api.pipelining import PaddleSchedule
 
 pytestmark = pytest.mark.skipif(
     paddle.version.full_version.startswith("2."), reason="2.6.2 has no auto_parallel.pipelining"
@@ -103,15 +102,6 @@ def stages(ranks: int, rank: int, chunks: int, group: Any = None) -> list[Any]:
     numbers = range(rank, ranks * chunks, ranks)
     build = paddles("PipelineStage")
     return [build(layers[n], n, ranks * chunks, group=group) for n in numbers]
-
-
-@pytest.mark.usefixtures("substituted")
-def test_chunks_of_one_process_have_the_bits_of_the_plain_model() -> None:
-    own = stages(1, 0, 3)
-    schedule = paddles("ScheduleVPP")(own, MICRO_BATCHES, loss_fn=LOSS)
-    losses, states, output = trained(schedule, [one.sublayer for one in own])
-    assert (losses, states) == trained_plainly(blocks(3))
-    assert output.shape == [8, 8]
 
 
 @pytest.mark.usefixtures("substituted")
@@ -247,10 +237,3 @@ def test_ranks_have_the_bits_of_the_plain_model(on_ranks: Callable[..., list[Any
     gradient = tied[0][0].weight.grad.numpy().tobytes()
     assert [result["shared"] for result in results] == [[gradient]] * 2
     assert all("micro_batches=2" in result["wrong"] for result in results)
-
-
-def test_a_schedule_is_read_as_it_is() -> None:
-    read = PaddleSchedule(paddles("ScheduleVPP")(stages(1, 0, 2), 2, loss_fn=LOSS))
-    assert (read.name, read.stages, read.rank_of) == ("ScheduleVPP", 2, [0, 0])
-    order = "F00 F10 B10 F01 B00 F11 B11 B01"
-    assert read.rows == [[(text[0], int(text[1]), int(text[2])) for text in order.split()]]

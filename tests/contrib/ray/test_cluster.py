@@ -22,6 +22,7 @@ from ray.train import RunConfig
 from fleetpipe.contrib.ray import PaddleConfig, PaddleTrainer, paddle_trainer, ray_cluster, reaper
 from fleetpipe.contrib.ray.paddle_trainer import replicas
 from fleetpipe.errors import ConfigError
+from tests.fixtures import Patch
 from tests.launching import ROOT
 
 #: Starts a cluster, tells of it, and waits; a worker has forked a process of its own session.
@@ -127,7 +128,7 @@ def test_an_own_cluster_takes_no_stranger_and_ends_with_its_driver() -> None:
         time.sleep(0.1)
 
 
-def test_other_versions_than_the_clusters_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_versions_than_the_clusters_are_named(monkeypatch: Patch) -> None:
     def init(*_: object, **__: object) -> None:
         raise RuntimeError("Version mismatch: The cluster was started with:\n    Ray: 2.59.0")
 
@@ -141,7 +142,7 @@ def test_other_versions_than_the_clusters_are_named(monkeypatch: pytest.MonkeyPa
             pass
 
 
-def test_a_shutdown_that_waits_for_ever_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shutdown_that_waits_for_ever_is_not_waited_for(monkeypatch: Patch) -> None:
     waits = threading.Event()
     monkeypatch.setattr(ray_cluster, "_LEAVE_SECONDS", 0.1)
     monkeypatch.setattr(ray_cluster.ray, "shutdown", waits.wait)

@@ -26,7 +26,7 @@ def test_without_ray_it_says_what_to_install(
     assert "pip install 'fleetpipe[ray]'" in told
 
 
-def test_without_ray_a_name_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_a_name_says_how_to_install_it(monkeypatch: Patch) -> None:
     for name in [name for name in sys.modules if name == "ray" or name.startswith("ray.")]:
         monkeypatch.delitem(sys.modules, name)
     for name in fleetpipe.contrib.ray._LATE.values():

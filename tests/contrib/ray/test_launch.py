@@ -173,7 +173,7 @@ def test_only_ranks_without_a_gpu_meet_over_gloo() -> None:
     assert not on_gpu.keys() & {"PADDLE_DISTRI_BACKEND"}
 
 
-def test_a_port_at_which_somebody_listens_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_at_which_somebody_listens_is_not_given(monkeypatch: Patch) -> None:
     with socket.socket() as listening:
         listening.bind(("", 0))
         listening.listen()

@@ -22,6 +22,7 @@ from fleetpipe.contrib.ray import PaddleConfig, PaddleTrainer, ray_cluster
 from fleetpipe.errors import ConfigError
 from tests.contrib.ray import loops
 from tests.fit.test_model import Losses
+from tests.fixtures import Patch
 from tests.launching import ROOT
 
 pytestmark = pytest.mark.processes
@@ -112,9 +113,7 @@ def test_more_ranks_than_the_nodes_have_room_for_are_refused(
     assert "CPU 3" in got
 
 
-def test_a_package_that_a_node_does_not_have_is_named(
-    two_nodes: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_that_a_node_does_not_have_is_named(two_nodes: Any, monkeypatch: Patch) -> None:
     ray_cluster.require_packages()
     monkeypatch.setitem(ray_cluster.NEEDED, "not_there", "")
     with pytest.raises(ConfigError, match=r"on the node .*: no package 'not_there'"):

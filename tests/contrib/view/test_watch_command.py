@@ -33,6 +33,7 @@ from fleetpipe.job.allow import Allow
 from fleetpipe.job.records import LastRecord, RankRecord, RunProgress
 from tests.contrib.view.job_records import board, written_on
 from tests.contrib.view.recorded import RUNS
+from tests.fixtures import Capture, Patch
 from tests.pipelines import adam, batch, model_in_job
 
 pytestmark = pytest.mark.once
@@ -43,7 +44,7 @@ def write(folder: Path, **fields: object) -> None:
 
 
 def test_sixteen_ranks_in_a_pipe_of_eighty_columns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     one = RankRecord(0, "F0.0", (0,), step=1500, step_age=0.09, busy=0.03, memory=334 * 10**6)
@@ -59,7 +60,7 @@ def test_sixteen_ranks_in_a_pipe_of_eighty_columns(
 
 
 def test_texts_of_a_job_are_no_commands_to_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     odd = RankRecord(0, "[red]F0.0[/x]\x1b[2J", state="\x1b[1m", busy=1e9)
@@ -91,8 +92,8 @@ def test_what_cannot_be_watched(
     words: list[str],
     text: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: Patch,
+    capsys: Capture,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["watch", *words]) == 2
@@ -123,7 +124,7 @@ def test_the_board_of_the_launcher_outlives_an_attempt(tmp_path: Path) -> None:
     assert before <= between.at <= time.time()
 
 
-def test_a_job_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_of_one_process(tmp_path: Path, monkeypatch: Patch) -> None:
     """Its board is served while it trains, and says at the end that it has ended."""
     monkeypatch.setenv("FLEETPIPE_LIFE", str(tmp_path))
     monkeypatch.setenv("FLEETPIPE_SERVE", "0")
@@ -158,7 +159,7 @@ def test_a_job_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_second_attempt_keeps_figures_and_events_of_the_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     def recorded(first: int, last: int) -> History:
         job = SimpleNamespace(progress=RunProgress(), allow=Allow())
@@ -222,9 +223,7 @@ def test_a_board_that_takes_long_is_there_before_the_last_one(tmp_path: Path) ->
     assert last.history.series()["loss"] == ([1], [2.0])
 
 
-def test_a_folder_that_another_job_writes_into_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_another_job_writes_into_is_named(tmp_path: Path, monkeypatch: Patch) -> None:
     said: list[str] = []
     warning = "fleetpipe.contrib.view.reporting._log.warning"
     monkeypatch.setattr(warning, lambda text, *values: said.append(text % values))
@@ -237,47 +236,35 @@ def test_a_folder_that_another_job_writes_into_is_named(
     assert said == [f"another job runs in {tmp_path}: give each a folder of its own"]
 
 
-#: By run: which answer is read first, how it begins, and what is to be said further down.
-FIRST: dict[str, tuple[str, str, str]] = {
-    "dead": ("state", "dead or cut off: nothing was heard for 1 h 0 min, since ", ""),
-    "hung": (
-        *("state", "hangs: no step for 20 s, where one takes 0.5 s"),
-        "rank 1 is slow: step takes 40.0 times as long as a usual step",
-    ),
-    "slow loader": (
-        *("time", "54.5% data: the loader is slow: give it more workers, or a faster disk;"),
-        "compute 36.4%, waiting for peers 9.1%, data 54.5%",
-    ),
-    "slow rank, always": (
-        *("slow", "rank 1 is slow: compute takes 2.4 times as long as on ranks with the same"),
-        "since step 25; likely its rows are longer",
-    ),
-    "slow rank, now and then": (
-        *("state", "running"),
-        "nobody now; steps 60 to 176: rank 1 was slow in compute, 2 times",
-    ),
-    "slow rank, at the start": (
-        *("state", "running"),
-        "nobody now; steps 25 to 87: rank 1 was slow in compute",
-    ),
-    "slow save": (
-        *("time", "44.0% saves: save less often, or in the background;"),
-        "steps 10 to 200: saved, 20 times",
-    ),
-    "NaN": (
-        *("learning", "NaN or infinite from step 147 on; loss nan"),
-        "step 147: loss is nan",
-    ),
-    "diverging": ("learning", "diverges: its mean was down at 0.68", "at step 100; loss 8"),
-    "healed": (
-        *("state", "running"),
-        "step 121: rank 1 was ended by SIGKILL, another process has its place",
-    ),
-    "finished": ("state", "finished ", "step 200 of 200"),
-    "two jobs in one folder": (
-        *("state", "running; another job writes into this folder: give each a folder of its own"),
-        "step 101: another job writes into this folder",
-    ),
+#: By run: how the answer that is read first begins, with its question.
+FIRST = {
+    "dead": "state: dead or cut off: nothing was heard for 1 h 0 min, since ",
+    "hung": "state: hangs: no step for 20 s, where one takes 0.5 s",
+    "slow loader": "time: 54.5% data: the loader is slow: give it more workers, or a faster disk;",
+    "slow rank, always": "slow: rank 1 is slow: compute takes 2.4 times as long as on ranks ",
+    "slow rank, now and then": "state: running",
+    "slow rank, at the start": "state: running",
+    "slow save": "time: 44.0% saves: save less often, or in the background;",
+    "NaN": "learning: NaN or infinite from step 147 on; loss nan",
+    "diverging": "learning: diverges: its mean was down at 0.68",
+    "healed": "state: running",
+    "finished": "state: finished ",
+    "two jobs in one folder": "state: running; another job writes into this folder: give",
+}
+#: By run: what is said further down.
+FURTHER = {
+    "dead": "",
+    "hung": "rank 1 is slow: step takes 40.0 times as long as a usual step",
+    "slow loader": "compute 36.4%, waiting for peers 9.1%, data 54.5%",
+    "slow rank, always": "since step 25; likely its rows are longer",
+    "slow rank, now and then": "nobody now; steps 60 to 176: rank 1 was slow in compute, 2 times",
+    "slow rank, at the start": "nobody now; steps 25 to 87: rank 1 was slow in compute",
+    "slow save": "steps 10 to 200: saved, 20 times",
+    "NaN": "step 147: loss is nan",
+    "diverging": "at step 100; loss 8",
+    "healed": "step 121: rank 1 was ended by SIGKILL, another process has its place",
+    "finished": "step 200 of 200",
+    "two jobs in one folder": "step 101: another job writes into this folder",
 }
 
 
@@ -315,20 +302,16 @@ def lines_of(text: str) -> list[tuple[str, str]]:
 
 def check(name: str, answers: list[tuple[str, str]]) -> None:
     """Checks questions and answers, of which what is wrong has a mark, as a person reads them."""
-    question, text, further = FIRST[name]
-    first = next((one for one in answers if one[1].startswith("! ")), answers[0])
-    assert first[0] == question
-    assert first[1].removeprefix("! ").startswith(text)
-    assert any(further in answer for _, answer in answers)
+    question, text = next((one for one in answers if one[1].startswith("! ")), answers[0])
+    assert f"{question}: {text.removeprefix('! ')}".startswith(FIRST[name])
+    assert any(FURTHER[name] in answer for _, answer in answers)
     order = ["state", "learning", "done", "speed", "time", "slow", "happened"]
     asked = [question for question, _ in answers if question in order]
     assert asked == sorted(asked, key=order.index)
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_what_is_read_first(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_read_first(name: str, tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     page = tmp_path / "page.html"
     folder = tmp_path / "run"

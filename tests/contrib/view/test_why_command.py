@@ -17,6 +17,7 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.schedules import Placement, build
 from fleetpipe.schedules.forms.trace import Event, events_of, with_early, write_trace
 from tests.contrib.view.job_records import Slow, trace
+from tests.fixtures import Capture
 
 pytestmark = pytest.mark.no_paddle
 
@@ -34,7 +35,7 @@ def table(path: Path, operations: list[TracedOperation]) -> Path:
     return path
 
 
-def test_a_table_says_what_was_slow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_says_what_was_slow(tmp_path: Path, capsys: Capture) -> None:
     path = table(tmp_path / "a.csv", trace(Slow("rank", 1, 2, factor=1.5)))
     assert main(["why", "--columns", str(path)]) == 0
     assert capsys.readouterr().out.startswith("Slow: rank (stage 2 of replica 1), 1.5")
@@ -49,9 +50,7 @@ def test_a_table_says_what_was_slow(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert said["schedules"][0]["name"].startswith("ZBH")
 
 
-def test_what_operations_do_not_explain_is_said_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_operations_do_not_explain_is_said_first(tmp_path: Path, capsys: Capture) -> None:
     operations = trace(Slow())
     first = min(one.start for one in operations)
     slow = [one._replace(start=first + 2 * (one.start - first)) for one in operations]
@@ -61,7 +60,7 @@ def test_what_operations_do_not_explain_is_said_first(
     assert "Of the rest: No rank, stage, link or micro-batch stands out" in said
 
 
-def test_the_page_shows_the_slow_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_shows_the_slow_rank(tmp_path: Path, capsys: Capture) -> None:
     path = table(tmp_path / "a.csv", trace(Slow("rank", 1, 2, factor=1.5)))
     assert main(["why", "--columns", str(path), "-o", str(tmp_path / "a.html")]) == 0
     text = (tmp_path / "a.html").read_text(encoding="utf-8")
@@ -123,9 +122,7 @@ def test_a_trace_of_ours_is_read_step_by_step(
     assert len(alternatives(steps)) == alternative
 
 
-def test_actions_that_were_taken_early_are_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_actions_that_were_taken_early_are_counted(tmp_path: Path, capsys: Capture) -> None:
     schedule = build("1F1B", ranks=2, micro_batches=4)
     step = events_of(schedule.simulate())
     taken = {"F0.2": "B0.0", "B0.0": "F0.2", "F0.3": "B0.1", "B0.1": "F0.3"}  # one for the other
@@ -161,12 +158,12 @@ def test_high_numbers_of_micro_batches_and_stages_are_no_numbers_of_them(tmp_pat
         (",".join(COLUMNS) + "\n0,0,0,0,F" + "F" * 200_000, "this is no table"),
         (",".join(COLUMNS) + "\n0.5,0,0,0,F,0,0,1", "column 'step' has no whole number"),
         (",".join(COLUMNS) + "\n0,0,0,0,,0,0,1", "an operation has no kind"),
-        (",".join(COLUMNS) + "\n0,0,0,0,F,0,0,-1", "takes less than no time"),
+        (",".join(COLUMNS) + "\n0,0,0,0,F,0,0,-1", "column 'duration' has no number"),
         (",".join(COLUMNS) + "\n0,0,0,0,F,0,0,nan", "column 'duration' has no number"),
     ],
 )
 def test_a_table_that_is_none_is_refused(
-    tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, text: str, message: str, capsys: Capture
 ) -> None:
     path = tmp_path / "a.csv"
     path.write_text(text, encoding="utf-8")
@@ -183,7 +180,7 @@ def test_a_table_that_is_none_is_refused(
     ],
 )
 def test_numbers_of_a_trace_that_no_pipeline_has_are_refused(
-    rank: int, early: float, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    rank: int, early: float, message: str, tmp_path: Path, capsys: Capture
 ) -> None:
     path = tmp_path / "trace.json"
     ranks = [(0, 0, 0), (1, rank, early)]
@@ -202,9 +199,7 @@ def test_numbers_of_a_trace_that_no_pipeline_has_are_refused(
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": [1]}', '{"traceEvents": []}'])
-def test_a_trace_that_is_none_is_refused(
-    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trace_that_is_none_is_refused(tmp_path: Path, text: str, capsys: Capture) -> None:
     path = tmp_path / "trace.json"
     path.write_text(text, encoding="utf-8")
     assert main(["why", str(path)]) == 2

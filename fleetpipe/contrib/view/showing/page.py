@@ -188,7 +188,7 @@ def _valid_stages(value: object) -> list[dict[str, Any]]:
 
 @cache
 def _template_environment() -> Environment:
-    """Returns the environment of this package's templates, which escape values."""
+    """Returns the environment of Jinja for this package's templates, which escape values."""
     environment = Environment(
         loader=PackageLoader(__package__),
         autoescape=True,
@@ -253,7 +253,7 @@ def page(run: RunRecord, now: float | None = None, live: bool = False) -> str:
 
 
 def _answers_from_files(run: RunRecord) -> list[Answer]:
-    """Returns the answers that need the files of a run: metrics, elapsed time, bubble and hash."""
+    """Returns what only the files of a run tell: metrics, elapsed time, bubble and hash."""
     answers = []
     for name in drawing.metric_names(run):
         phases = {EVALUATED + name: " in the evaluation", name: ""}

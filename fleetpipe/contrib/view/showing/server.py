@@ -70,7 +70,7 @@ _Sample = tuple[tuple[str, ...], "float | None"]
 
 
 class Server:
-    """Serves a board from a thread until it is closed.
+    """Serves the state of a job over HTTP, from a thread, until it is closed.
 
     Attributes:
         url: The address of the page, with the token if it needs one.
@@ -81,7 +81,7 @@ class Server:
 
         Args:
             address: The address to serve at.
-            board: Returns the board as of now; called at most five times a second.
+            board: Returns the state of the job as of now; called at most five times a second.
 
         Raises:
             ConfigError: The address cannot be used.
@@ -183,19 +183,19 @@ class Server:
     def _cached_text(self, path: str) -> bytes:
         """Returns the text at a path, which is made again if it is older than ``PERIOD``."""
         made, body = self._texts.get(path, (-PERIOD, b""))
-        if time.monotonic() - made >= PERIOD:
-            body = self._make_text(path, self._board())
-            self._texts[path] = time.monotonic(), body
-        return body
-
-    def _make_text(self, path: str, board: JobBoard) -> bytes:
-        """Makes the text at a path of a board."""
+        if time.monotonic() - made < PERIOD:
+            return body
+        board = self._board()
         if path == "/metrics":
-            return self._write_metrics(_Metrics(board))
-        if path == "/":
-            return page(RunRecord("job", board), live=True).encode()
-        content = {**board.content(), "history": board.history.content()}
-        return json.dumps(status_of(board) if path == "/status.json" else content).encode() + b"\n"
+            body = self._write_metrics(_Metrics(board))
+        elif path == "/":
+            body = page(RunRecord("job", board), live=True).encode()
+        else:
+            content = {**board.content(), "history": board.history.content()}
+            content = status_of(board) if path == "/status.json" else content
+            body = json.dumps(content).encode() + b"\n"
+        self._texts[path] = time.monotonic(), body
+        return body
 
 
 def _refusal(code: int, text: str) -> tuple[int, str, bytes]:
@@ -204,7 +204,7 @@ def _refusal(code: int, text: str) -> tuple[int, str, bytes]:
 
 
 class _Metrics:
-    """The metrics of a board, as a registry of prometheus-client gives them."""
+    """The metrics of a job, as a registry of prometheus-client gives them."""
 
     def __init__(self, board: JobBoard) -> None:
         self._board = board

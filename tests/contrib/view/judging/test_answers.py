@@ -28,6 +28,7 @@ from fleetpipe.job.records import BETWEEN, PARTS, RankRecord
 from fleetpipe.schedules import Placement
 from fleetpipe.schedules.forms.trace import Event, write_trace
 from tests.contrib.view.job_records import running
+from tests.fixtures import Capture
 
 pytestmark = pytest.mark.no_paddle
 
@@ -63,7 +64,7 @@ def test_the_rows_add_up_to_the_step(tmp_path: Path) -> None:
 
 
 def test_the_shares_of_wall_time_are_those_that_a_job_shows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Capture
 ) -> None:
     """Before the second step the ranks loaded data for 12 s of 15, and did something else for 3."""
     later = [one._replace(start=one.start + 25.0, end=one.end + 25.0) for one in STEP]
@@ -98,7 +99,7 @@ def test_what_the_machine_did_is_said(
     processors: list[int],
     sentence: str,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
 ) -> None:
     path = written(tmp_path, ranks=ranks, processors=processors, load=3.5)
     assert main(["why", str(path), "-o", str(tmp_path / "why.html")]) == 0
@@ -114,9 +115,7 @@ def test_what_the_machine_did_is_said(
     assert json.loads(capsys.readouterr().out)["account"]["outside of operations"] == 2.5
 
 
-def test_a_record_of_the_machine_that_is_none_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_record_of_the_machine_that_is_none_is_refused(tmp_path: Path, capsys: Capture) -> None:
     assert main(["why", str(written(tmp_path, ranks=[-1]))]) == 2
     assert "where: otherData.machine.ranks[0]" in capsys.readouterr().err
 

@@ -17,6 +17,7 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.job.run_files import append_line, read_lines
 from fleetpipe.schedules import Placement
 from tests.contrib.view.job_records import row, schedule, written
+from tests.fixtures import Capture
 
 pytestmark = pytest.mark.no_paddle
 
@@ -128,9 +129,7 @@ def test_attempts_are_told_apart_by_their_processes() -> None:
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "run.json"])
-def test_a_page_does_not_replace_the_run(
-    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_does_not_replace_the_run(tmp_path: Path, name: str, capsys: Capture) -> None:
     folder = written(tmp_path, [row(1, 1.0)], versions={})
     before = (folder / name).read_text()
     assert main(["report", str(folder), "-o", str(folder / name)]) == 2

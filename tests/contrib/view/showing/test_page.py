@@ -35,6 +35,7 @@ from fleetpipe.mesh.parts import Described
 from fleetpipe.schedules import Placement
 from fleetpipe.schedules.forms.trace import Event
 from tests.contrib.view.job_records import EVIL, row, schedule, written
+from tests.fixtures import Capture
 from tests.ground.test_without_paddle import without_paddle
 
 pytestmark = pytest.mark.no_paddle
@@ -342,7 +343,7 @@ def test_runs_are_named_by_what_tells_them_apart(tmp_path: Path) -> None:
     assert short_names(folders[:1]) == ["run"]
 
 
-def test_the_command_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_compares(tmp_path: Path, capsys: Capture) -> None:
     folders = [str(run(tmp_path / name, 1.0, "1F1B")) for name in "ab"]
     page = tmp_path / "page.html"
     assert main(["report", *folders, "-o", str(page)]) == 0

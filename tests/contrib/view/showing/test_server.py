@@ -28,6 +28,7 @@ from fleetpipe.contrib.view.showing.server import Server
 from fleetpipe.contrib.view.watch_command import source_of
 from fleetpipe.errors import ConfigError
 from tests.contrib.view.job_records import board, running
+from tests.fixtures import Patch
 
 pytestmark = pytest.mark.no_paddle
 
@@ -103,7 +104,7 @@ def test_metrics_are_what_prometheus_reads() -> None:
     assert math.isnan(samples["fleetpipe_gradient_norm",])
 
 
-def test_elsewhere_a_token_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elsewhere_a_token_is_needed(monkeypatch: Patch) -> None:
     monkeypatch.delenv(TOKEN, raising=False)
     assert not Address.parse("127.0.0.1:80").token()
     assert len(Address.parse("0.0.0.0:80").token()) > 20
@@ -138,9 +139,7 @@ def test_elsewhere_a_token_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
         ("", 421),
     ],
 )
-def test_a_name_of_another_host_is_not_answered(
-    name: str, status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_of_another_host_is_not_answered(name: str, status: int, monkeypatch: Patch) -> None:
     monkeypatch.delenv(TOKEN, raising=False)
     with served() as url:
         if status == 200:
@@ -159,7 +158,7 @@ def test_a_far_end_ends_no_page(figures: dict[str, float]) -> None:
 
 
 def test_those_who_send_nothing_or_read_nothing_hold_up_nobody(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
 ) -> None:
     monkeypatch.setattr(module, "PATIENCE", 0.5)
     with served() as url, ExitStack() as ends:
