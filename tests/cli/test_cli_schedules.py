@@ -73,6 +73,7 @@ def test_costs_come_from_a_file_and_from_options(tmp_path: Path, capsys: Capture
         ("1F1B --ranks two --micro-batches 2", "invalid int value"),
         ("ZBH2 --ranks 2 --micro-batches 2 --chunks 2", "chunks=2"),
         ("1F1B --ranks 2 --micro-batches 2 --forward -1", "forward=-1"),
+        ("1F1B --ranks 2 --micro-batches 2 --forward 1e300", "0..1e+100"),
         ("1F1B --ranks 2 --micro-batches 2 --comm x", "invalid"),
         ("1F1B --ranks 2 --micro-batches 2 --groups 1,1", "no option 'groups'"),
         ("VPP --ranks 2 --micro-batches 2 --groups 1,x", "invalid"),
