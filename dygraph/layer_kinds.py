@@ -120,6 +120,6 @@ def whole_state(layer: Layer) -> dict[str, Tensor]:
 
 
 def fill_gradients(parameters: Mapping[str, Tensor]) -> None:
-    """Calls :meth:`LayerKind.fill_gradients` of each kind of layer that has parameters here."""
+    """Gives parameters without a gradient one, such as those of experts without tokens."""
     for kind in kinds_in(parameters):
         kind.fill_gradients(parameters)

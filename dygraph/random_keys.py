@@ -113,7 +113,7 @@ def draws_nothing(function: Callable[[Nest], Nest]) -> bool:
 
 
 class DrawKinds(NamedTuple):
-    """From which generators some functions may draw.
+    """From which random generators some functions may draw numbers.
 
     Attributes:
         any: Whether they may draw from any generator at all.
@@ -332,7 +332,7 @@ def draw_keys(mode: str, python: bool = False, part: int = 0, training: bool = T
 
 @contextmanager
 def under_keys(keys: Keys | None, group: Group) -> Iterator[None]:
-    """While it is open, layers draw under ``keys``; at the end the generators are restored.
+    """While it is open, layers draw by the seeds ``keys``; at the end restores the generators.
 
     Collective.
 
@@ -357,7 +357,7 @@ def under_keys(keys: Keys | None, group: Group) -> Iterator[None]:
 
 
 def _open_stream(name: str) -> AbstractContextManager[None] | None:
-    """Returns the context of a stream of Paddle's tracker, by name; None outside of batches."""
+    """Returns a context that draws from a stream of Paddle's tracker; None outside of batches."""
     return None if _keys is None else _keys.stream(name)
 
 
@@ -532,7 +532,7 @@ def _stream_of_pylayer(kind: type) -> tuple[int, ...] | None:
 def _in_stream_of_pylayer(
     stream: tuple[int, ...] | None, backward: Callable[..., Any]
 ) -> AbstractContextManager[None]:
-    """Returns a context in which a ``PyLayer``'s backward draws from ``stream``, if it has one."""
+    """Returns a context in which a ``PyLayer``'s backward draws from its random stream, if any."""
     keys = None if stream is None else current_keys()
     return nullcontext() if keys is None or stream is None else keys.within(stream, backward)
 

@@ -258,7 +258,7 @@ class _StageTrees:
             self._next_micro_batch += 1
 
     def finish(self) -> None:
-        """Sets the gradient of each use to the sum over all micro-batches."""
+        """Sets the gradients of the stage's parameters to the sums over all micro-batches."""
         for use, gradient in zip(self._uses, self._tree.total()):
             if gradient is not None:
                 set_gradient(use.total, gradient)

@@ -124,7 +124,7 @@ def _draft_folder(parent: Path) -> Iterator[Path]:
 
 
 def _draft_path(file: Path) -> Path:
-    """Returns the path of a draft of a file: hidden, unique, in the file's folder."""
+    """Returns a path for the new contents of a file: hidden, unique, in the file's folder."""
     return file.with_name(f".{file.name}.{uuid.uuid4().hex}")
 
 

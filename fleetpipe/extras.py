@@ -76,7 +76,7 @@ class _SharedModule(Loader):
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Sets the module's own ``__spec__`` again."""
+        """Gives the module its own ``__spec__`` back, which the import has replaced."""
         module.__spec__ = self._spec
 
 
@@ -149,7 +149,7 @@ def missing_packages(script: Path) -> list[str]:
 
 
 def _optional_imports(file: Path, seen: set[Path]) -> Iterator[str]:
-    """Yields the packages of ``INSTALLED_BY`` that a file and its neighbours import.
+    """Yields the packages of ``INSTALLED_BY`` that a file and modules beside it import.
 
     Args:
         file: A Python file.

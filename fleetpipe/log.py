@@ -64,7 +64,7 @@ def once_if_slow(log: Callable[..., None], text: str) -> Iterator[None]:
 
 
 def _once_under_lock(log: Callable[..., None], text: str) -> None:
-    """Calls :func:`once` in a timer's thread, while no other such thread does; logs only once."""
+    """Logs a text once, in the thread of a timer, while no other such thread does."""
     with _once_lock:
         once(log, text)
 
@@ -115,7 +115,7 @@ def own_rank() -> int:
 
 
 def _add_rank(record: logging.LogRecord) -> bool:
-    """Gives a record the attribute ``rank``; a filter, which lets every record pass."""
+    """Adds the attribute ``rank`` to a log record; as a filter it lets every record pass."""
     record.rank = own_rank()
     return True
 

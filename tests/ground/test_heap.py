@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from fleetpipe import systems
+from tests.fixtures import Patch
 
 pytestmark = pytest.mark.no_paddle
 
@@ -55,13 +56,13 @@ def test_memory_is_taken_again_without_page_faults() -> None:
     ],
 )
 def test_the_users_own_setting_and_the_switch_are_respected(
-    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+    name: str, value: str, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv(name, value)
     assert not systems.keep_freed_memory()
 
 
 @pytest.mark.skipif(not GLIBC, reason="the C library is not glibc, which alone is told")
-def test_other_tunables_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_tunables_do_not_matter(monkeypatch: Patch) -> None:
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.tcache_count=7")
     assert systems.keep_freed_memory()

@@ -25,6 +25,7 @@ from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.static import StaticOptimizer
 from tests import paddle_names
 from tests.check_types import sources, tree
+from tests.fixtures import Patch
 from tests.launching import ROOT
 from tests.pipelines import batch, bits, job, mlp_layers, pipeline, sgd
 from tests.repository.tables import STATUSES, Row, rows
@@ -289,7 +290,7 @@ OPTIONS_ELSEWHERE = {
 
 
 @of("option of")
-def test_an_option_does_what_the_page_says(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_option_does_what_the_page_says(row: Row, monkeypatch: Patch) -> None:
     words = words_of_the_sources()
     if row.subject == "pp_configs" and row.status == REFUSED:
         assert_refused(row, functools.partial(_wrap_overlapped, row.name))
@@ -390,6 +391,6 @@ def test_the_page_lists_every_name_that_paddle_has() -> None:
     assert paddle_names.missing() == []
 
 
-def test_a_new_name_of_paddles_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_name_of_paddles_is_missed(monkeypatch: Patch) -> None:
     monkeypatch.setattr(theirs.meta_parallel.PipelineParallel, "wake", print, raising=False)
     assert paddle_names.missing() == [f"member of {META}.PipelineParallel wake"]

@@ -162,7 +162,7 @@ def told(number: int, address: str) -> dict[str, str]:
     }
 
 
-def test_the_launcher_understands_what_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launcher_understands_what_it_is_told(monkeypatch: Patch) -> None:
     from paddle.distributed.launch.context import Context
 
     (container,) = worker()["template"]["spec"]["containers"]

@@ -37,7 +37,7 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=step + 1)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Writes the figures of a row."""
+        """Writes the figures of a row of the log as events of TensorBoard."""
         for name, value in figures_by_phase(row).items():
             self._writer.add_scalar(name, value, row["step"])
         self._writer.flush()
@@ -53,7 +53,7 @@ class WeightsAndBiases:
     package = "wandb"
 
     def __init__(self, folder: Path, step: int, config: Mapping[str, Any]) -> None:
-        """Begins a run, or resumes the run of the folder if ``step`` is above 0."""
+        """Begins a run of wandb, or resumes that of the folder if ``step`` is above 0."""
         import wandb
 
         name = _read_run_id(folder, self.package) if step else None
@@ -63,7 +63,7 @@ class WeightsAndBiases:
         _write_run_id(folder, self.package, self._run.id)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Writes the figures of a row."""
+        """Sends the figures of a row of the log to wandb."""
         self._run.log(figures_by_phase(row), step=row["step"])
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class MLflow:
     package = "mlflow"
 
     def __init__(self, folder: Path, step: int, config: Mapping[str, Any]) -> None:
-        """Begins a run, or resumes the run of the folder if ``step`` is above 0."""
+        """Begins a run of MLflow, or resumes that of the folder if ``step`` is above 0."""
         import mlflow
 
         self._mlflow = mlflow
@@ -88,7 +88,7 @@ class MLflow:
         _write_run_id(folder, self.package, run.info.run_id)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Writes the figures of a row."""
+        """Sends the figures of a row of the log to MLflow."""
         self._mlflow.log_metrics(figures_by_phase(row), step=row["step"])
 
     def close(self) -> None:

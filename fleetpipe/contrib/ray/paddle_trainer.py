@@ -74,7 +74,7 @@ class PaddleConfig(BackendConfig):
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """The class that makes the workers ranks."""
+        """The class of Ray's backend, which makes each worker a rank."""
         return PaddleBackend
 
     @property
@@ -168,7 +168,7 @@ def become_rank(environment: Mapping[str, str]) -> None:
 
 
 def worker_place() -> RankPlace:
-    """Returns the place of this worker; runs in the worker."""
+    """Returns the node, the address and the GPU of this worker; runs in the worker."""
     context = ray.get_runtime_context()
     gpus = context.get_accelerator_ids().get("GPU", [])
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")

@@ -16,6 +16,7 @@ import pytest
 from fleetpipe import cli
 from fleetpipe.contrib import doctor
 from fleetpipe.contrib.doctor import NOTE, OK, WRONG, Finding, doctor_command, run_checks
+from tests.fixtures import Capture, Patch
 
 pytestmark = pytest.mark.once
 
@@ -24,7 +25,7 @@ def states(findings: list[Finding]) -> dict[str, str]:
     return {finding.subject: finding.state for finding in findings}
 
 
-def test_two_ranks_measure_and_agree(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_two_ranks_measure_and_agree(capsys: Capture, tmp_path: Path) -> None:
     begin = time.monotonic()
     assert cli.main(["doctor", "--json", "--checkpoint-dir", str(tmp_path / "new")]) == 0
     assert time.monotonic() - begin < 120
@@ -40,7 +41,7 @@ def test_two_ranks_measure_and_agree(capsys: pytest.CaptureFixture[str], tmp_pat
 
 
 def test_what_is_wrong_is_said_with_what_to_do(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: Capture, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 4096))
     monkeypatch.delenv("OMP_NUM_THREADS")
@@ -54,7 +55,7 @@ def test_what_is_wrong_is_said_with_what_to_do(
     assert any("set OMP_NUM_THREADS=" in line for line in lines)
 
 
-def test_a_folder_that_takes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_takes_no_file(tmp_path: Path, monkeypatch: Patch) -> None:
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from fleetpipe import log
 from fleetpipe.contrib import slurm as slurm
 from fleetpipe.errors import ConfigError
+from tests.fixtures import LogCapture, Patch
 from tests.launching import ROOT
 
 pytestmark = pytest.mark.once
@@ -34,7 +35,7 @@ TASK = {
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def environment(monkeypatch: Patch) -> Patch:
     """An environment without a job, which is put back after the test."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PADDLE_"))}
     monkeypatch.setattr(os, "environ", clean)
@@ -83,7 +84,7 @@ def test_the_script_for_ray_starts_a_cluster_and_on_its_head_the_job(tmp_path: P
     assert {file.name for file in tmp_path.iterdir()} == {"scontrol", "srun"}
 
 
-def test_a_task_is_a_rank(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_task_is_a_rank(caplog: LogCapture) -> None:
     port = 12000 + (31 * 1234 + 2) % 8000
     first, second = f"localhost:{port}", f"node2:{port}"
     assert adopted() == {
@@ -101,7 +102,7 @@ def test_a_task_is_a_rank(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == []
 
 
-def test_rank_0_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_rank_0_says_so(caplog: LogCapture) -> None:
     made = adopted(SLURM_PROCID="0", SLURM_NODEID="0")
     first = made["PADDLE_CURRENT_ENDPOINT"]
     said = f"Slurm's job 1234, step 2: 5 ranks on 2 node(s), rank 0 at {first}"
@@ -145,7 +146,7 @@ def test_a_launcher_comes_first_and_one_task_is_none(change: dict[str, str | Non
     assert adopted(**change) == given
 
 
-def test_a_batch_script_without_srun_is_one_process(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_batch_script_without_srun_is_one_process(caplog: LogCapture) -> None:
     assert adopted(SLURM_STEP_ID=None, SLURM_STEP_NUM_TASKS=None) == {}
     said = "one process within Slurm job 1234; srun would start its 5 tasks"
     assert caplog.messages == [said]
@@ -198,7 +199,7 @@ def test_repeated_counts(runs: list[tuple[int, int]]) -> None:
     assert slurm.expand_counts(text) == [count for count, times in runs for _ in range(times)]
 
 
-def test_a_task_computes_on_its_card_from_the_start(environment: pytest.MonkeyPatch) -> None:
+def test_a_task_computes_on_its_card_from_the_start(environment: Patch) -> None:
     chosen: list[str] = []
     environment.setattr(slurm, "device_kind", lambda: "gpu")
     environment.setattr(paddle.device.cuda, "device_count", lambda: 4)
