@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 from paddle import nn
 
 from fleetpipe import fleet
-from fleetpipe.dygraph.batch.dygraph_stage import DygraphStage
 from fleetpipe.errors import CheckpointError, ConfigError, PartitionError, ScheduleError
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
 from tests.pipelines import (
@@ -151,61 +149,6 @@ def test_without_a_job_chunks_make_a_loop_and_the_topology_is_of_data_and_pipe()
     model = PipelineLayer(mlp_layers(), num_stages=2, num_virtual_pipeline_stages=2)
     assert (model.placement.name, model.placement.stages) == ("loop", 4)
     assert [model._topo.get_dim(axis) for axis in ("pipe", "data")] == [2, 1]
-
-
-class Marks(paddle.autograd.PyLayer):
-    """Notes when backward passes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any, note: Callable[[], None]) -> Any:
-        ctx.note = note
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        ctx.note()
-        return grad * 2
-
-
-@pytest.mark.parametrize(
-    ("ranks", "schedule", "chunks"),
-    [(2, "ZBV", None), (2, "DualPipeV", None), (1, "Interleaved1F1B", 3), (2, "1F1B", None)],
-)
-def test_a_backward_ends_at_its_own_stage(
-    ranks: int, schedule: str, chunks: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stages: list[int] = []
-    passed: list[tuple[int, int]] = []
-    backward = DygraphStage.backward
-
-    def noted(self: Any, stage: int, micro_batch: int, output_grads: Any) -> Any:
-        stages.append(stage)
-        grads = backward(self, stage, micro_batch, output_grads)
-        assert all(grad is not None for values in grads.values() for grad in values)
-        return grads
-
-    def mark(layer: int) -> Callable[[Any], Any]:
-        def run(value: Any) -> Any:
-            x, again = value
-            # Twice the same: its gradients are those of two tensors that left.
-            return (Marks.apply(x + again, lambda: passed.append((layer, stages[-1]))),) * 2
-
-        return run
-
-    monkeypatch.setattr(DygraphStage, "backward", noted)
-    layers = [LayerDesc(nn.Linear, 6, 4), lambda x: (x, x), *map(mark, range(2, 8))]
-    with job(ranks, 4, schedule):
-        model = pipeline([*layers, lambda value: value[0]], num_virtual_pipeline_stages=chunks)
-        model.forward_backward_pipeline(batch())
-        stage_of = model.layers.partition.stage_of
-        assert passed
-        assert [stage for _, stage in passed] == [stage_of(layer) for layer, _ in passed]
-        gradients = [parameter.grad.numpy().tobytes() for parameter in model.parameters()]
-        single = model.layers.single_model()
-        model.layers.copy_to(single)
-        for inputs, labels in zip(*(part.split(4) for part in batch())):
-            (nn.functional.cross_entropy(single(inputs), labels) / 4).backward()
-        assert [p.grad.numpy().tobytes() for p in single.parameters()] == gradients
 
 
 class Tasks(nn.Layer):
