@@ -387,12 +387,7 @@ class PackedText(paddle.io.Dataset):  # type: ignore[type-arg, unused-ignore]  #
         self._select_documents(np.concatenate([[0], ends[:-1]]).astype("int64"), ends)
 
     def _select_documents(self, begins: np.ndarray, ends: np.ndarray) -> None:
-        """Sets the documents of the dataset.
-
-        Args:
-            begins: The position of each document's first token among all tokens.
-            ends: The position after each document's last token.
-        """
+        """Sets the documents, by the positions of their first tokens and after their last ones."""
         if not len(begins):
             raise ConfigError("there is no document in this part", fix="a smaller hold_out(each)")
         self._begins, self._ends = begins, ends

@@ -22,7 +22,7 @@ from fleetpipe import fleet
 from fleetpipe.fleet.meta_parallel import PipelineLayer
 from tests import byhand, launching, pipelines
 
-STEPS, RATE = 3, 0.2
+STEPS, RATE = 2, 0.2
 #: By dtype, the largest difference that is rounding, relative to the largest number.
 TOLERANCE = {"float32": 1e-4, "float64": 1e-10}
 #: The least that a parameter is expected to move, as a part of what another one does.
