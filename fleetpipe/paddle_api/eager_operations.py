@@ -355,7 +355,7 @@ def _size_property(size: Any) -> property:
     """
 
     def count(tensor: Tensor) -> Any:
-        """Returns the size of a tensor whose shape may be the listener's."""
+        """Returns the size of a tensor, the product of its shape."""
         shape = tensor.shape
         is_plain = all(type(length) is int for length in shape)
         # Paddle's own property would turn the product into an int.
@@ -429,7 +429,7 @@ def _operations_in(modules: frozenset[str], matmul: Function) -> list[tuple[Any,
 
 
 def _is_operation(value: Any) -> bool:
-    """Returns whether a value is a C function, or a rehearsal's wrapper of one."""
+    """Returns whether a value is a C function, or a wrapper that imitates half precision."""
     wrapped = getattr(value, "__wrapped__", None) if isinstance(value, FunctionType) else value
     return isinstance(wrapped, BuiltinFunctionType)
 

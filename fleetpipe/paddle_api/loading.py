@@ -216,7 +216,7 @@ def _resume_collection() -> None:
 
 
 def _resume_collection_in_child() -> None:
-    """Resumes in a child, which never collects the parent's queues, as it lacks their threads."""
+    """Turns collection on in a child, for new objects only: it lacks the parent's threads."""
     gc.freeze()
     _resume_collection()
 

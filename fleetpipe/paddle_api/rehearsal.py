@@ -191,7 +191,7 @@ class _Copies:
         self._pairs: dict[int, tuple[Tensor, Tensor]] = {}
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Returns the copy that replaces an argument."""
+        """Returns the float32 copy of an argument in half precision; others unchanged."""
         if tensor.dtype != self._half:
             # Some kernels of CPUs step the parameter alone, others look at both.
             is_master = any(tensor is master for master in self._master_weights.values())
@@ -343,7 +343,7 @@ def require_rounding(dtype: str) -> None:
 
 
 def rehearse(dtype: str | None) -> None:
-    """Starts a rehearsal, after ending the active one.
+    """Starts to imitate a GPU's half precision on a CPU; an earlier imitation ends.
 
     Args:
         dtype: ``"bfloat16"`` or ``"float16"``; None to start none.
@@ -359,12 +359,12 @@ def rehearse(dtype: str | None) -> None:
 
 
 def _is_rehearsed(dtype: str, place: object) -> bool:
-    """Returns whether ``dtype`` is that of the rehearsal; ``place`` is an argument of Paddle's."""
+    """Returns whether a CPU imitates this dtype now; ``place`` is an argument of Paddle's."""
     return dtype == rehearsal_dtype()
 
 
 def end_rehearsal() -> None:
-    """Ends the active rehearsal, and warns if it has rounded nothing."""
+    """Ends the imitation of half precision on a CPU; warns if it has rounded nothing."""
     global _running
     ended, _running = _running, None
     note_rehearsal(None)

@@ -174,7 +174,7 @@ def activation_peak(
 
 
 def _moments_of(schedule: Schedule) -> list[_Moments]:
-    """Returns the moments of all ranks, cached with the schedule: the costs do not change them."""
+    """Returns for each rank what it holds while its actions run, cached with the schedule."""
     cache = vars(schedule)
     if "_moments" not in cache:
         cache["_moments"] = [

@@ -124,7 +124,7 @@ Item = Action | Fused
 
 
 def parts(item: Item) -> tuple[Action, ...]:
-    """Returns the actions of one entry: those of a fused unit, or the action itself."""
+    """Returns the actions of an entry of a row: those of a fused unit, or the action itself."""
     return (item,) if isinstance(item, Action) else item.actions
 
 

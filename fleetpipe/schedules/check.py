@@ -146,7 +146,7 @@ class _RowChecker:
             self.needs["W", stage] = ()
 
     def _add_marks(self, subject: int | Edge, *kinds: str) -> None:
-        """Adds marks, all 0, for operations of these kinds; ``subject`` is a stage or an edge."""
+        """Adds marks for operations on a stage or an edge, by kind: a 0 for each micro-batch."""
         for kind in kinds:
             self.marks[kind, subject] = bytearray(self.plan.units)
 

@@ -141,7 +141,7 @@ class Costs:
         return cls(**costs)
 
     def check_stages(self, stages: int) -> None:
-        """Raises ConfigError if some figures are given for each of another number of stages."""
+        """Raises ConfigError if some costs are given for each of another number of stages."""
         for costs in (self, *(self.each_slice or ())):
             for name in _PER_STAGE:
                 value = getattr(costs, name)
@@ -250,12 +250,12 @@ class Costs:
 
 
 def _figure_of_stage(value: PerStage, stage: int) -> float:
-    """Returns the figure of one stage, from one for all stages or one for each."""
+    """Returns the cost of one stage from a cost for all stages, or a tuple of one for each."""
     return value[stage] if isinstance(value, tuple) else value
 
 
 def _require_figure(name: str, figure: object) -> None:
-    """Refuses anything but a number of 0..MOST."""
+    """Raises ConfigError for a cost, named ``name``, that is not a number from 0 to MOST."""
     number = isinstance(figure, (int, float)) and not isinstance(figure, bool)
     if not number or not 0 <= figure <= MOST:  # type: ignore[operator]
         raise ConfigError(

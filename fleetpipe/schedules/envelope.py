@@ -103,7 +103,7 @@ class Envelope:
         self.restart()
 
     def restart(self) -> None:
-        """Goes back to the first entry, for the next batch."""
+        """Goes back to the first entry of the rank's row, for the next batch."""
         self.head, self.in_flight = 0, 0.0
         # By position: how many of the entries that must run before have not run.
         self._missing_counts = [*self._needed_counts]
@@ -115,7 +115,7 @@ class Envelope:
 
     @property
     def finished(self) -> bool:
-        """Whether all entries have run."""
+        """Whether all entries of the rank's row have run."""
         return self.head == len(self._done)
 
     def candidates(self) -> Iterator[int]:
@@ -150,7 +150,7 @@ class Envelope:
                 insort(self._startable, later)
 
     def _fits(self, position: int) -> bool:
-        """Tells whether the cap holds if an entry runs now, and the rest of the row in order."""
+        """Returns whether the memory cap holds if an entry runs now, and the others in order."""
         added, cap = self._added_after[position], self.cap
         if added <= 0:
             return True

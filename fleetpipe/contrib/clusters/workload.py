@@ -184,7 +184,7 @@ class _CostsOnOneRank:
         )
 
     def block(self) -> LayerCost:
-        """Returns the costs of a block."""
+        """Returns the costs of a transformer block on one rank, for one micro-batch."""
         model, layout = self.model, self.layout
         halves = 3 if model.gated else 2
         passes = 12 * self.shared + 4 * self.query + halves * self.inner
@@ -211,14 +211,14 @@ class _CostsOnOneRank:
         )
 
     def embedding(self) -> LayerCost:
-        """Returns the costs of the embedding."""
+        """Returns the costs of the embedding on one rank, for one micro-batch."""
         seconds = self.cluster.traffic(4 * self.value)
         parameters = self.model.vocabulary * self.model.hidden
         times = (seconds, 0.0, seconds)
         return self._layer_cost("Embedding", times, parameters, self.shared, output=self.shared)
 
     def head(self) -> LayerCost:
-        """Returns the costs of the head and the loss."""
+        """Returns the costs of the head and the loss on one rank, for one micro-batch."""
         model, columns = self.model, self.model.vocabulary / self.layout.tensor
         product = self.cluster.product(model.dtype, self.tokens, columns, model.hidden)
         logits = self.tokens * columns

@@ -178,7 +178,7 @@ def _held_amounts(timeline: Timeline, rank: int) -> tuple[tuple[float, float], .
 
 
 def _bars_of_event(event: Event, placement: Placement) -> Iterator[Bar]:
-    """Yields the boxes of an event, several if it is fused."""
+    """Yields the boxes that show an event: one for each of its actions if they are fused."""
     top = event.rank - HEIGHT / 2
     if not event.actions:
         if event.op is None or event.name in ("REDUCE", "STEP"):

@@ -152,11 +152,11 @@ class _RowWriter:
         self.weights: deque[Action] = deque()
 
     def add(self, *tokens: str) -> None:
-        """Adds the actions of some tokens, one after another."""
+        """Adds the actions of tokens such as ``F0`` to the row, one after another."""
         self.row += map(self._next_action, tokens)
 
     def fuse(self, *tokens: str) -> None:
-        """Adds the actions of some tokens as one fused unit."""
+        """Adds the actions of tokens such as ``F0`` to the row, as one fused unit."""
         self.row.append(Fused(tuple(map(self._next_action, tokens))))
 
     def _next_action(self, token: str) -> Action:

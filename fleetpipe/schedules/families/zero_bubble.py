@@ -296,7 +296,7 @@ class _RankInSlots:
         return self.weights.popleft() if self.weights else None
 
     def record(self, action: Action) -> None:
-        """Adds an action to the rank's row, and counts what it holds from now on."""
+        """Adds an action to the rank's row; updates the forwards that the rank may still hold."""
         self.row.append(action)
         if action[0] == "F":
             self.free -= 1
