@@ -27,13 +27,6 @@ from fleetpipe.checkpoint.files import run_folder, tensors, writer
 from fleetpipe.checkpoint.files.manifest import Manifest
 from fleetpipe.checkpoint.files.run_folder import FolderOwner, Retention
 from fleetpipe.checkpoint.files.tensors import FilePlan, Inventory, indexes, plan_files
-from fleetpipe.checkpoint.files.writer import (
-    Assignment,
-    Snapshot,
-    Writing,
-    bytes_in,
-    described_files,
-)
 from fleetpipe.checkpoint.ranks import RankCoordinates, Ranks
 from fleetpipe.errors import CheckpointError
 from fleetpipe.job import attempt_files, watch
@@ -119,7 +112,7 @@ class _Unsettled(NamedTuple):
     """
 
     ranks: Ranks
-    writing: Writing
+    writing: writer.Writing
     owner: FolderOwner | None
 
 
@@ -174,7 +167,7 @@ class Saver:
         self._in_background = in_background
         #: The last plan, by the job and a digest of each rank's tensors.
         self._plans: dict[tuple[Job | str | None, ...], _Prepared] = {}
-        self._snapshot = Snapshot()
+        self._snapshot = writer.Snapshot()
         # Called here, before the script may change its arguments.
         current_script()
         #: Whether the drafts of earlier attempts were removed.
@@ -238,7 +231,7 @@ class Saver:
             manifest = replace(
                 prepared.manifest,
                 step=step,
-                files=described_files(plan, texts),
+                files=writer.described_files(plan, texts),
                 metrics=training_state.as_json(metrics, "metrics"),
                 script=everyone[0]["script"],
                 allowed=() if ranks.job is None else tuple(ranks.job.allow.used),
@@ -247,7 +240,8 @@ class Saver:
             if ranks.rank == 0:
                 run_folder.remove_left(draft)
             raise
-        task = Assignment(self._retention, draft, plan, ranks.rank, ranks.count, manifest, texts)
+        rank, count = ranks.rank, ranks.count
+        task = writer.Assignment(self._retention, draft, plan, rank, count, manifest, texts)
         self._begin(ranks, task, local)
         return Saving(self, step)
 
@@ -395,7 +389,7 @@ class Saver:
         return self._plans[key]
 
     def _begin(
-        self, ranks: Ranks, task: Assignment, local: Mapping[TensorName, LocalTensor]
+        self, ranks: Ranks, task: writer.Assignment, local: Mapping[TensorName, LocalTensor]
     ) -> None:
         """Writes this rank's part, in a thread from copies or at once. Collective.
 
@@ -413,14 +407,14 @@ class Saver:
         # A thread cannot write for ranks without the folder, which send their parts to rank 0.
         if self._in_background and not without_folder:
             parts = {name: local[name] for name, _, _ in task.plan.parts_of(task.rank)}
-            writing = Writing(task, self._snapshot.take(parts).__getitem__)
+            writing = writer.Writing(task, self._snapshot.take(parts).__getitem__)
             atexit.unregister(_finish_at_exit)
             atexit.register(_finish_at_exit)  # before the end of a job that has begun since
             watch.note_exits()
             _unsettled[self._key] = _Unsettled(ranks, writing, self.owner)
             writing.start()
             return
-        writing = Writing(task, bytes_in(local))
+        writing = writer.Writing(task, writer.bytes_in(local))
         writing.run_with(ranks, without_folder)
         _unsettled[self._key] = _Unsettled(ranks, writing, self.owner)
         self.settle(wait=True)

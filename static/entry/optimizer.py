@@ -307,7 +307,7 @@ def unwrap(
 def mark_checkpoints(
     split: Split, reader: GraphReader, checkpoints: Sequence[Variable | str] | None
 ) -> Split:
-    """Returns a cut with its checkpoints of recompute.
+    """Returns a cut with the values that recompute stores, and from which it computes others.
 
     Args:
         split: The cut.

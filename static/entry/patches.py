@@ -35,19 +35,10 @@ from fleetpipe.paddle_api.static import (
     static_io,
     swap_switch_device,
 )
+from fleetpipe.static import pipeline_programs as programs
 from fleetpipe.static import saved_state
 from fleetpipe.static.entry.optimizer import StaticOptimizer, amp_refusal, items_for
 from fleetpipe.static.graph import stage_of_device
-from fleetpipe.static.pipeline_programs import (
-    find_pipeline,
-    is_attached,
-    note_average,
-    note_clone,
-    note_parsed,
-    pipeline_of_startup,
-    refuse_appended,
-    refuse_foreign,
-)
 from fleetpipe.static.run.pipeline import StaticPipeline
 from fleetpipe.static.saved_state import assign, pair_with_values, tensor_in
 
@@ -128,7 +119,7 @@ def load(
         CheckpointError: The file is missing, is not in Paddle's format, or has other stages;
             nothing was changed.
     """
-    if find_pipeline(program)[0] is None:
+    if programs.find_pipeline(program)[0] is None:
         original(program, model_path, executor, var_list)
     else:
         saved_state.load(model_path, program)
@@ -164,7 +155,7 @@ def set_program_state(
     original: Callable[..., object], program: Program, state_dict: Mapping[str, Any]
 ) -> None:
     """Replaces ``paddle.static.set_program_state``: sets the variables of this process's stages."""
-    pipeline, _ = find_pipeline(program)
+    pipeline, _ = programs.find_pipeline(program)
     if pipeline is None:
         original(program, state_dict)
     else:
@@ -237,7 +228,7 @@ def set_state_dict(
     scope: Scope = None,
 ) -> None:
     """Replaces ``Program.set_state_dict``: sets the variables of this process's stages."""
-    pipeline, _ = find_pipeline(program)
+    pipeline, _ = programs.find_pipeline(program)
     if pipeline is None:
         original(program, state_dict, *(() if scope is None else (scope,)))
         return
@@ -283,9 +274,9 @@ def _pipeline_to_read(program: Program, scope: Scope = None) -> StaticPipeline |
     Raises:
         ConfigError: The program is no pipeline's, and takes variables that other ranks have.
     """
-    pipeline, _ = find_pipeline(program)
+    pipeline, _ = programs.find_pipeline(program)
     if pipeline is None:
-        refuse_foreign(program, scope)
+        programs.refuse_foreign(program, scope)
     return pipeline
 
 
@@ -299,7 +290,9 @@ def _refuse_pipeline_state(
     """
     bound = inspect.signature(original).bind(*arguments, **named).arguments
     bound.update(bound.get("kwargs", {}))
-    pipeline, is_main = find_pipeline(_chosen(bound.get("main_program") or bound.get("program")))
+    pipeline, is_main = programs.find_pipeline(
+        _resolve_program(bound.get("main_program") or bound.get("program"))
+    )
     if pipeline is not None:
         wanted = {getattr(variable, "name", variable) for variable in bound.get("vars") or ()}
         is_copy = pipeline.local and (not is_main or "serialize" in name)
@@ -322,7 +315,7 @@ def _begin_average(
     Another program is marked, so that it cannot become a pipeline's later.
     """
     if not paddle.in_dynamic_mode():
-        note_average(static.default_main_program(), type(average).__name__)
+        programs.note_average(static.default_main_program(), type(average).__name__)
     original(average, *arguments, **named)
 
 
@@ -348,8 +341,8 @@ def uninstall() -> None:
         _undo.pop()()
 
 
-def _chosen(program: Program) -> Program:
-    """Returns the program that a call of Paddle's means: the default main program for None."""
+def _resolve_program(program: Program) -> Program:
+    """Returns the program of a call: inside of a compiled one, or the default one for None."""
     return program_within(static.default_main_program() if program is None else program)
 
 
@@ -357,13 +350,13 @@ def run(
     original: Callable[..., Any], executor: Any, program: Program = None, *more: Any, **named: Any
 ) -> Any:
     """Replaces ``Executor.run``: runs a pipeline if ``program`` has one."""
-    chosen = _chosen(program)
-    if is_attached(chosen):
+    chosen = _resolve_program(program)
+    if programs.is_attached(chosen):
         return _run_attached(
             functools.partial(original, executor), executor, chosen, *more, **named
         )
     # After ``program`` come feed, fetch_list, two variables' names, and then the scope.
-    refuse_foreign(chosen, more[4] if len(more) > 4 else named.get("scope"))
+    programs.refuse_foreign(chosen, more[4] if len(more) > 4 else named.get("scope"))
     return original(executor, program, *more, **named)
 
 
@@ -386,16 +379,16 @@ def _run_attached(
     """
     variables = scope if scope is not None else paddle.static.global_scope()
     fetches = [] if fetch_list is None else list(_flatten(fetch_list))
-    started = pipeline_of_startup(program)
+    started = programs.pipeline_of_startup(program)
     if started is not None:
         started.start(functools.partial(original, scope=variables), program, variables)
         tensors = [found_tensor(variables, getattr(fetch, "name", fetch)) for fetch in fetches]
         if not return_numpy:
             return tensors or None
         return [None if tensor is None else np.array(tensor) for tensor in tensors] or None
-    pipeline, is_main = find_pipeline(program)
+    pipeline, is_main = programs.find_pipeline(program)
     if pipeline is not None and is_main:
-        refuse_appended(program, pipeline)
+        programs.refuse_appended(program, pipeline)
         items = items_for(program, feed)
         if items is None and not feed:
             loader = extra("program_ir")
@@ -422,7 +415,7 @@ def train_from_dataset(
     original: Callable[..., Any], executor: Any, program: Program = None, *more: Any, **named: Any
 ) -> Any:
     """Replaces ``Executor.train_from_dataset``: refuses a pipeline's program."""
-    if is_attached(_chosen(program)):
+    if programs.is_attached(_resolve_program(program)):
         raise ConfigError(
             "a pipeline takes no dataset: train_from_dataset would train nothing",
             fix="exe.run(main, feed=iter(loader), ..) for each batch",
@@ -441,14 +434,14 @@ def clone(original: Callable[..., Program], program: Program, for_test: bool = F
     """Replaces ``clone`` of older Programs: marks a copy of a pipeline's that is not for tests."""
     copy = original(program, for_test)
     if not for_test:
-        note_clone(program, copy)
+        programs.note_clone(program, copy)
     return copy
 
 
 def _parse_from_string(original: Callable[[bytes], Program], binary_str: bytes) -> Program:
     """Replaces ``parse_from_string`` of older Programs: marks a copy of a pipeline's program."""
     parsed = original(binary_str)
-    note_parsed(binary_str, parsed)
+    programs.note_parsed(binary_str, parsed)
     return parsed
 
 

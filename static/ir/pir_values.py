@@ -448,7 +448,7 @@ class BackwardGraph:
     def _can_skip_results(
         self, index: int, inputs: Collection[int], for_weights: Collection[tuple[int, int]]
     ) -> bool:
-        """Returns whether an operation can run in both halves, for some of its results in each.
+        """Returns whether both halves of a backward can run an operation, for other results each.
 
         ``inputs`` are the operations that compute input gradients, ``for_weights`` their results
         that gradients of parameters are computed from.

@@ -83,7 +83,7 @@ class Attributes:
         return dict(_attribute_texts(self._model, self._optimizer))
 
     def begin_batch(self, optimizer: Optimizer) -> None:
-        """Compares at the first batch, before which the script has repeated its own changes.
+        """Compares attributes with the restored step, once the script has set its own.
 
         Args:
             optimizer: The optimizer that steps in this batch.

@@ -420,7 +420,7 @@ def load_checkpoint(
 
 
 def _objects_to_load(objects: Objects, state: Checkpoint) -> Objects:
-    """Returns the objects to load: without the learning rate if the checkpoint has none."""
+    """Returns the objects to load, without the learning rate if the checkpoint has none."""
     if objects.optimizer is None or state.scheduler is not None:
         return objects
     if scheduler_of(unwrap(objects.optimizer)) is not None:

@@ -13,7 +13,6 @@ from paddle import nn
 from paddle.static import device_guard
 
 from fleetpipe.errors import BoundaryError, ConfigError, PartitionError
-from fleetpipe.paddle_api.static import is_pir
 from fleetpipe.schedules import Edge
 from fleetpipe.static import stage_guard
 from fleetpipe.static.cut import ranks_for, split
@@ -29,10 +28,7 @@ from tests.static.networks import (
     static_mode,
     strategy_of,
 )
-from tests.static.run.test_training import compare, momentum
-
-#: The older Program refuses to write again what crosses between stages.
-PIR = is_pir(paddle.static.Program())
+from tests.static.run.test_training import PIR, compare, momentum
 
 
 def fed() -> Any:
@@ -179,31 +175,23 @@ def test_a_stage_guard_takes_a_number(stage: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "given", "world", "interleaved", "expected"),
+    ("stages", "pp_degree", "world", "interleaved", "expected"),
     [
-        (4, None, 1, 1, (4, 1)),
-        (4, None, 4, 1, (4, 1)),
-        (2, None, 4, 1, (2, 1)),
-        (4, None, 1, 2, (2, 2)),
-        (8, None, 2, 2, (2, 4)),
-        (6, 2, 2, 1, (2, 3)),
+        *((4, None, 1, 1, (4, 1)), (4, None, 4, 1, (4, 1)), (2, None, 4, 1, (2, 1))),
+        *((4, None, 1, 2, (2, 2)), (8, None, 2, 2, (2, 4)), (6, 2, 2, 1, (2, 3))),
+        *((4, None, 2, 1, "Interleaved1F1B"), (3, None, 4, 1, "multiple of 3")),
+        (5, 2, 2, 1, "on 2 ranks alike"),
     ],
 )
 def test_stages_are_placed_on_ranks(
-    stages: int, given: int | None, world: int, interleaved: int, expected: tuple[int, int]
+    stages: int, pp_degree: int | None, world: int, interleaved: int, expected: Any
 ) -> None:
-    assert ranks_for(cut(chain(stages)), given, world, interleaved) == expected
-
-
-@pytest.mark.parametrize(
-    ("stages", "given", "world", "words"),
-    [(4, None, 2, "Interleaved1F1B"), (3, None, 4, "multiple of 3"), (5, 2, 2, "on 2 ranks alike")],
-)
-def test_stages_that_do_not_fit_the_ranks(
-    stages: int, given: int | None, world: int, words: str
-) -> None:
-    with pytest.raises(ConfigError, match=words) as caught:
-        ranks_for(cut(chain(stages)), given, world, 1)
+    program = cut(chain(stages))
+    if isinstance(expected, tuple):
+        assert ranks_for(program, pp_degree, world, interleaved) == expected
+        return
+    with pytest.raises(ConfigError, match=expected) as caught:
+        ranks_for(program, pp_degree, world, interleaved)
     assert line(str(caught.value)) == "value = paddle.exp(value)"
 
 
@@ -281,6 +269,7 @@ def changed_along_the_way() -> Build:
     "build",
     [
         *map(with_parts, [counted_constant, moving, counter, statistics]),
+        # The older Program refuses to write again what crosses between stages.
         *([changed_along_the_way()] if PIR else []),
     ],
 )

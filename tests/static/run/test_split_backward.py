@@ -15,7 +15,6 @@ from paddle.static import device_guard
 
 from fleetpipe import fleet
 from fleetpipe.errors import ConfigError
-from fleetpipe.paddle_api.static import is_pir
 from fleetpipe.static import ir, name_of, pipeline_of, state_dict
 from fleetpipe.static.cut import split
 from tests.fixtures import Call
@@ -34,10 +33,9 @@ from tests.static.networks import (
     strategy_of,
     unsplit,
 )
-from tests.static.run.test_training import compare, momentum, products, skip3, varied
+from tests.static.run.test_training import PIR, compare, momentum, products, skip3, varied
 
 WIDTH, LAYERS = 8, 6
-PIR = is_pir(paddle.static.Program())
 
 
 def layer(value: Any, index: int) -> Any:

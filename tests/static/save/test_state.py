@@ -19,7 +19,7 @@ from fleetpipe import fleet, static
 from fleetpipe.errors import CheckpointError, ConfigError
 from fleetpipe.fleet_files import load_arrays
 from fleetpipe.paddle_api.static import program_classes, static_io
-from fleetpipe.static import full_state_dict, state_dict
+from fleetpipe.static import full_state_dict, pipeline_programs, state_dict
 from fleetpipe.static.entry import patches
 from fleetpipe.static.entry.patches import SERVED, SERVED_METHODS
 from tests.fixtures import Call
@@ -233,7 +233,7 @@ def test_an_average_before_minimize_is_refused_there() -> None:
     with static_mode():
         fleet.init(is_collective=True, strategy=strategy_of())
         loss = mlp(2)()[0]
-        patches.note_average(paddle.static.default_main_program(), "ModelAverage")
+        pipeline_programs.note_average(paddle.static.default_main_program(), "ModelAverage")
         with pytest.raises(ConfigError, match="does not run ModelAverage"):
             executor_of(loss, strategy_of())
 
