@@ -63,8 +63,14 @@ class Sums:
             else:
                 rest.append((parameter, grad))
         if rest:
-            _add_by_autograd(rest)
-            self.begun.update(id(parameter) for parameter, _ in rest)
+            # By a backward, which runs the parameters' hooks.
+            parameters, gradients = map(list, zip(*rest))
+            add: Callable[..., Tensor] = _AddByAutograd.apply
+            with paddle.enable_grad():
+                # ``pop`` is a function that returns the gradients.
+                result = add([gradients].pop, *parameters)
+            result.backward()
+            self.begun.update(map(id, parameters))
 
     def total(self, parameter: Tensor) -> Tensor | None:
         """Returns ``parameter.grad`` if more may be added to it in place; else None."""
@@ -112,16 +118,6 @@ class _AddByAutograd(paddle.autograd.PyLayer):
         """Returns the gradients to add, one for each parameter; ``_token`` has no meaning."""
         grads = ctx.take()
         return tuple(grads) if len(grads) > 1 else grads[0]
-
-
-def _add_by_autograd(grads: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Adds gradients to their parameters by a backward, which runs the parameters' hooks."""
-    parameters, gradients = map(list, zip(*grads))
-    add: Callable[..., Tensor] = _AddByAutograd.apply
-    with paddle.enable_grad():
-        # ``pop`` is a function that returns the gradients.
-        result = add([gradients].pop, *parameters)
-    result.backward()
 
 
 def count_own_hook(parameter: Tensor) -> None:

@@ -141,7 +141,7 @@ def can_wait(layer: Layer) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _has_waiting_forward(kind: type[Layer], forward: Callable[..., Nest]) -> bool:
-    """Whether ``kind`` has the forward of a layer class in ``WAITING``, and overrides nothing."""
+    """Whether a layer class computes what one in ``WAITING`` does: it overrides nothing of that."""
     if forward.__qualname__.removesuffix(".forward") not in WAITING:
         return False
     bases = kind.__mro__

@@ -153,7 +153,9 @@ class Call(ABC):
 
     @abstractmethod
     def input_grads(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Runs I: computes the gradients of all inputs, and keeps what the weight gradients need.
+        """Computes the gradients of the call's inputs, in action I of a split backward.
+
+        Keeps what the weight gradients need, which follow in action W.
 
         Args:
             grads: The gradients of the outputs; None for an unused output.
@@ -161,14 +163,14 @@ class Call(ABC):
 
     @abstractmethod
     def weight_grads(self) -> list[tuple[Tensor, Tensor]]:
-        """Runs W: computes the weight gradients, and frees the values that they need.
+        """Computes the weight gradients, in action W of a split backward, and frees what they need.
 
         Returns:
             The parameters that have a gradient, each with its gradient.
         """
 
     def add_weight_grads(self, sums: Sums) -> None:
-        """Runs W like :meth:`weight_grads`, and adds the gradients to those of the parameters."""
+        """Computes the weight gradients, and adds them to those of earlier micro-batches."""
         sums.add(self.weight_grads())
 
 
@@ -182,7 +184,7 @@ class Refusals:
 
 
 class Tape:
-    """The calls of leaf layers of one micro-batch in a stage, from its forward to W."""
+    """The calls of leaf layers of one micro-batch in a stage, until their weight gradients."""
 
     def __init__(self, refusals: Refusals) -> None:
         #: The calls whose input gradients have been computed, and whose weight gradients have not.
@@ -206,7 +208,7 @@ class _CallNode(paddle.autograd.PyLayer):
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> Tensor:
-        """Runs I of the call: returns the gradients of its inputs."""
+        """Returns the gradients of the call's inputs, in action I of a split backward."""
         return _input_grads_of(ctx.call, ctx.tape, ctx.call.hooks.apply(grads))
 
 
@@ -221,7 +223,7 @@ class _InputNode(paddle.autograd.PyLayer):
 
     @staticmethod
     def backward(ctx: Context, _token: Tensor) -> Tensor:
-        """Runs I of the call, from the gradients that :class:`_OutputNode` has stored."""
+        """Returns the gradients of the inputs, from those that :class:`_OutputNode` has stored."""
         return _input_grads_of(ctx.call, ctx.tape, ctx.call.output_grads)
 
 
@@ -243,7 +245,7 @@ class _OutputNode(paddle.autograd.PyLayer):
 
 
 def _input_grads_of(call: Call, tape: Tape, grads: Sequence[Tensor]) -> Tensor:
-    """Computes the gradients of a call's inputs in I, and adds the call to the tape for W.
+    """Computes the gradients of a call's inputs, and leaves its weight gradients to action W.
 
     Returns them as a ``PyLayer`` does. ``grads`` are those of the outputs; None for an unused one.
 
@@ -335,7 +337,7 @@ class GraphCall(Call):
         self._weight_grads: Sequence[Tensor] | None = None
 
     def input_grads(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Runs I: computes the gradients of all inputs, and keeps the graph for W.
+        """Computes the gradients of all inputs, and keeps the graph for the weight gradients.
 
         Args:
             grads: The gradients of the outputs; None for an unused output.
@@ -356,7 +358,7 @@ class GraphCall(Call):
         ]
 
     def weight_grads(self) -> list[tuple[Tensor, Tensor]]:
-        """Runs W: computes the weight gradients, and frees the graph."""
+        """Computes the weight gradients from the call's graph, and frees the graph."""
         gradients = self._weight_grads
         if gradients is None:
             gradients = self._gradients(self.parameters, retain_graph=False)

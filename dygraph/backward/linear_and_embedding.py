@@ -107,7 +107,7 @@ class ProductCall(Call):
         return (linear(self._input, self._product.weight, self._product.bias),)
 
     def input_grads(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Runs I: computes the gradient of the input, if it needs one; keeps the output's gradient.
+        """Computes the gradient of the input, if it needs one; keeps that of the output.
 
         Args:
             grads: The gradient of the output; None if it was unused.
@@ -127,7 +127,7 @@ class ProductCall(Call):
             ]
 
     def weight_grads(self) -> list[tuple[Tensor, Tensor]]:
-        """Runs W: computes the gradients of the weight and the bias."""
+        """Computes the gradients of the weight and the bias from the kept gradient."""
         value, self._input = self._require_unchanged(), None
         (grad,), self.output_grads = self.output_grads, ()
         if grad is None:
@@ -350,7 +350,7 @@ class LookupCall(Call):
         return (look_up(self._ids, self._weight),)
 
     def input_grads(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Runs I: keeps the output's gradient, and returns no gradient, since ids have none.
+        """Keeps the output's gradient, and returns no gradient, since ids have none.
 
         Args:
             grads: The gradient of the output; None if it was unused.
@@ -359,12 +359,12 @@ class LookupCall(Call):
         return []
 
     def weight_grads(self) -> list[tuple[Tensor, Tensor]]:
-        """Runs W: computes the gradient of the table."""
+        """Computes the gradient of the table from the kept gradient."""
         (grad,), self.output_grads = self.output_grads, ()
         return [] if grad is None else [(self._weight, sum_rows(self._ids, grad, self._weight))]
 
     def add_weight_grads(self, sums: Sums) -> None:
-        """Runs W: adds the gradient of the table, row by row if that is possible."""
+        """Adds the gradient of the table to its sum, row by row if that is possible."""
         (grad,), self.output_grads = self.output_grads, ()
         if grad is not None:
             add_gradient(sums, self._weight, self._ids, grad)

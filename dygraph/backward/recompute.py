@@ -55,11 +55,11 @@ class RecomputedPiece:
     """Consecutive layers of a stage that are recomputed together."""
 
     def __init__(self, name: str, functions: Iterable[Callable[[Nest], Nest]]) -> None:
-        """Describes a piece.
+        """Describes consecutive layers that are recomputed together.
 
         Args:
-            name: Its name in messages.
-            functions: Its layers and functions, in order.
+            name: Their name in messages.
+            functions: The layers and functions, in order.
         """
         functions = list(functions)
         self.name = name
@@ -132,10 +132,10 @@ class SavedInputs:
 
 
 def call(piece: RecomputedPiece, run: Run, value: Nest, inputs: SavedInputs) -> Nest:
-    """Runs a piece so that it keeps only its inputs until backward.
+    """Runs consecutive layers so that only their inputs are kept until backward.
 
     Args:
-        piece: The piece.
+        piece: The layers, which are recomputed together.
         run: Runs the layers of the piece; from the same states it returns the same values.
         value: The argument of the first layer, which may write to it.
         inputs: The stored inputs of all pieces of the stage.
@@ -430,12 +430,12 @@ def _saving_tensors_by(
 
 
 def is_in_piece() -> bool:
-    """Whether this thread now runs layers of a piece, whose activations are not kept."""
+    """Whether this thread now runs layers that backward will run again, without activations."""
     return _flags.in_piece
 
 
 def rerunning() -> bool:
-    """Whether this thread now runs layers of a piece again, to compute their activations."""
+    """Whether this thread now runs layers again, for the activations that backward needs."""
     return _flags.rerunning
 
 

@@ -196,7 +196,10 @@ class SplitBackward:
 
     @contextmanager
     def input_grads(self, stage: int, micro_batch: MicroBatch) -> Iterator[None]:
-        """While it is open, autograd runs I: it computes no weight gradients of leaf layers."""
+        """While it is open, autograd computes a stage's input gradients: action I.
+
+        It leaves the weight gradients of leaf layers to action W, :meth:`weight_grads`.
+        """
         tape = self._tapes[stage, micro_batch]
         for (tape_stage, tape_micro_batch), earlier in self._tapes.items():
             if tape_stage == stage and not self.by_name:
@@ -212,7 +215,7 @@ class SplitBackward:
         self._add_now(tape, tape.uncut)
 
     def weight_grads(self, stage: int, micro_batch: MicroBatch) -> None:
-        """Runs W: computes the weight gradients that I has delayed, and adds them up."""
+        """Computes and adds the weight gradients that :meth:`input_grads` has left: action W."""
         tape = self._tapes[stage, micro_batch]
         with self._record_arrivals(stage, "W"), paddle.no_grad():
             self._add(tape.calls)
@@ -227,7 +230,7 @@ class SplitBackward:
             tape.calls[:] = [call for call in tape.calls if call.leaf not in leaves]
 
     def _add(self, calls: Sequence[Call]) -> None:
-        """Adds the weight gradients of calls of leaf layers, all of one micro-batch, in W.
+        """Adds the weight gradients of calls of leaf layers, all of one micro-batch.
 
         Autograd must be off.
         """
@@ -297,7 +300,7 @@ class SplitBackward:
 def run_leaf(
     leaf: Leaf, forward: Callable[..., Nest], tape: Tape, /, *args: Nest, **named: Nest
 ) -> Nest:
-    """Calls a leaf layer's forward; if its weight gradients can wait, I leaves them to W.
+    """Calls a leaf layer's forward so that its weight gradients are computed later, if they can.
 
     Args:
         leaf: The layer.

@@ -122,7 +122,9 @@ class _CrossEntropy(paddle.autograd.PyLayer):
         ignored = label == ignore_index
         here = paddle.logical_and(column >= 0, column < width)
         here = paddle.logical_and(here, paddle.logical_not(ignored))
-        flat_indices = _flat_indices(paddle.where(here, column, paddle.zeros_like(column)), width)
+        # The index in flattened logits [rows x width] of each label's logit; of others the first.
+        flat = paddle.where(here, column, paddle.zeros_like(column)).reshape([-1])
+        flat_indices = paddle.arange(flat.shape[0], dtype="int64") * width + flat
         # A member may hold nothing but -inf, as padding of the vocabulary does.
         least = float(paddle.finfo(exact.dtype).min)
         blocks = max(count, 1)
@@ -155,12 +157,6 @@ class _CrossEntropy(paddle.autograd.PyLayer):
         of_labels = paddle.where(here, grad, zeros).reshape([-1])
         paddle.scatter_(flat, flat_indices, paddle.gather(flat, flat_indices) - of_labels)
         return flat.reshape(gradient.shape).astype(ctx.dtype)
-
-
-def _flat_indices(column: Tensor, width: int) -> Tensor:
-    """Returns the index in flattened logits [rows x width] of each row's element in ``column``."""
-    flat = column.reshape([-1])
-    return paddle.arange(flat.shape[0], dtype="int64") * width + flat
 
 
 def _combine_members(messages: list[Tensor], count: int) -> tuple[Tensor, Tensor, Tensor]:

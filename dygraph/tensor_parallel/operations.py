@@ -129,10 +129,10 @@ class _Blocks(paddle.autograd.PyLayer):
 
 @cache
 def _indices_of_columns(rows: int, count: int) -> list[Tensor]:
-    """Returns the indices of each block of columns, in a matrix [rows * count, columns / count].
+    """Returns the rows that hold each block of columns of a reshaped weight.
 
-    This is the weight with each row cut into ``count`` pieces. Gathering a block takes a fraction
-    of the time of Paddle's ``split``.
+    The reshaped weight is [rows * count, columns / count]: each row is cut into ``count`` pieces.
+    Gathering a block from it takes a fraction of the time of Paddle's ``split``.
     """
     return [paddle.arange(rows) * count + number for number in range(count)]
 

@@ -99,27 +99,6 @@ OBSERVERS: Mapping[str, ObserverRow] = {
 }
 
 
-def observers_of(runtime: Any, before: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the observers of a pipeline under a plan, by name. Collective if a constructor is.
-
-    Args:
-        runtime: The pipeline's ``Runtime``.
-        before: The observers under the plan before; empty for the first plan.
-
-    Raises:
-        ConfigError: An option of an observer is wrong.
-    """
-    observers: dict[str, Any] = {}
-    for name, row in OBSERVERS.items():
-        observer = before.get(name)
-        if row.by_plan or not before:
-            arguments = row.arguments(runtime)
-            observer = None if arguments is None else pkgutil.resolve_name(row.make)(*arguments)
-        if observer is not None:
-            observers[name] = observer
-    return observers
-
-
 @contextmanager
 def observing_all(make: Callable[[Any], Observer]) -> Iterator[None]:
     """While it is open, ``make(pipeline)`` observes each pipeline that is wrapped."""
@@ -171,7 +150,14 @@ class Engines:
                 the other exchanges values.
             walker: Makes the walker of a training batch.
         """
-        self._observers_by_name = observers_of(runtime, self._observers_by_name)
+        # Some observers stay when another plan follows.
+        stays = bool(self._observers_by_name)
+        for name, row in OBSERVERS.items():
+            if row.by_plan or not stays:
+                arguments = row.arguments(runtime)
+                made = None if arguments is None else pkgutil.resolve_name(row.make)(*arguments)
+                if made is not None:
+                    self._observers_by_name[name] = made
         self.hook_calls = self._observers_by_name["hooks"]
         self._plan, self._stage, self._placement_and_edges = plan, stage, evaluated
         self._overlapping, self._walker = OwnState() if overlaps else None, walker

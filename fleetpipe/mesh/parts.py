@@ -52,7 +52,7 @@ class Region(NamedTuple):
         return (*shape[: self.axis], self.stop - self.start, *shape[self.axis + 1 :])
 
     def is_of(self, value: Any) -> bool:
-        """Returns whether a tensor or array has the full tensor's size along the axis."""
+        """Returns whether a tensor or array may be the full one: has its size along the axis."""
         shape = tuple(value.shape)
         return len(shape) > self.axis and shape[self.axis] == self.size
 

@@ -62,7 +62,7 @@ class _Side:
             self.other.give_turn()
 
     def give_turn(self) -> None:
-        """Gives this computation the turn."""
+        """Lets this computation run; the other one waits meanwhile."""
         self._turn.release()
 
     def hand_over(self) -> None:
