@@ -315,7 +315,7 @@ class CapturedPipeline(PipelineLayer):
         if mode:
             self.plain.train()
         else:
-            owned_stages.evaluate(self.plain, self.plain.eval)
+            owned_stages.switch_to_evaluation(self.plain, self.plain.eval)
         return self._follow()
 
     def eval(self) -> CapturedPipeline:

@@ -184,7 +184,9 @@ def measure_nodes(capturer: Capturer, trace: Capture, places: Iterable[int]) -> 
             for number, value in inputs.items():
                 run(number, value)
     drop_gradients(model.parameters())
-    samples = [layer_meter.fastest(meter.samples[0, number]) for number in range(len(functions))]
+    samples = [
+        layer_meter.combine(meter.samples[0, number], min) for number in range(len(functions))
+    ]
     for numbers in equal_nodes.values():
         measured_samples = [samples[number] for number in numbers[:MOST_EQUAL]]
         forward = statistics.median(sample.forward for sample in measured_samples)

@@ -54,7 +54,7 @@ from fleetpipe.capture.tracing.value import (
     parts,
     spec_of,
 )
-from fleetpipe.dygraph.batch.losses import kept_for
+from fleetpipe.dygraph.batch.losses import tensors_read_by
 from fleetpipe.dygraph.nest import leaves, map_tensors, tensors_of
 from fleetpipe.errors import CaptureError
 from fleetpipe.paddle_api import paddle
@@ -112,7 +112,7 @@ def record(
         # A forward may write into what it is given.
         arguments = map_tensors(lambda tensor: tensor.detach().clone(), inputs)
         try:
-            before = {id(tensor): tensor for loss in losses for _, tensor in kept_for(loss)}
+            before = {id(tensor): tensor for loss in losses for _, tensor in tensors_read_by(loss)}
             with state_kept(model) as written:
                 tracer = _Tracer(model, unopened, shape_inputs)
                 states = generators.states()
