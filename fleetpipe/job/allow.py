@@ -30,10 +30,10 @@ class Allow:
         self.used: dict[str, str] = {}
 
     def refuse(self, border: str, name: str, rule: str, *, fix: str, **facts: Any) -> None:
-        """Refuses a class or function that a border's table lacks, unless the script allows it.
+        """Refuses a class or function not known to be right, unless the script allows it.
 
         Args:
-            border: The border, such as "optimizer".
+            border: What the script uses it as, such as "optimizer".
             name: The name of the class or function.
             rule: What is refused, in one sentence: the summary of the error.
             fix: What to use instead; the line that allows the name is added.

@@ -379,7 +379,7 @@ def _read_rows(file: Path) -> list[tuple[int, int]]:
 
 
 class Generation(NamedTuple):
-    """Which processes are the ranks of an attempt for a time; see the module.
+    """The processes that are the ranks of an attempt, until one of them is replaced.
 
     Attributes:
         number: The number of the generation, from 0.
@@ -398,7 +398,7 @@ def write_generation(directory: Path, generation: Generation) -> None:
 
 
 def note_signal(number: int, _frame: object) -> None:
-    """Stores a signal in a process that replaces a rank, until its script handles signals."""
+    """Handles a signal that comes before the script of a replaced rank does: only stores it."""
     early_signals.append(number)
 
 
@@ -433,7 +433,7 @@ def heals() -> bool:
 
 
 def note_place(directory: Path, rank: int, number: int, step: int) -> None:
-    """Writes that a rank waits for the others to meet in a generation.
+    """Writes that a rank waits to connect to the others, after a process was replaced.
 
     Args:
         directory: The folder of the attempt.
@@ -445,7 +445,7 @@ def note_place(directory: Path, rank: int, number: int, step: int) -> None:
 
 
 def waiting_places(directory: Path, number: int) -> dict[int, int]:
-    """Returns by rank the steps done of the ranks that wait for generation ``number``."""
+    """Returns for each rank that waits to connect in generation ``number`` its steps done."""
     rows: Iterator[tuple[int, Any]] = (
         (int(file.suffix[1:]), json.loads(file.read_text(encoding="ascii")))
         for file in directory.glob("place.*")

@@ -382,7 +382,7 @@ class Job(MeshGroups):
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Makes groups use this process's values for all members while the context is open."""
+        """Makes groups take this process's values for those of all members, without waiting."""
         before = self.alone
         try:
             self._set_alone(True)

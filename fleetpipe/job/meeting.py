@@ -180,7 +180,7 @@ def world_size() -> int:
 
 
 def come_together(number: int, timeout: float) -> JobStore:
-    """Waits until every rank is here. Collective over the job.
+    """Opens the job's store, and waits until every rank has done so. Collective over the job.
 
     Args:
         number: Number of earlier jobs of these processes; it makes the keys unique.
@@ -285,7 +285,7 @@ def meet(
     keys = {rank: f"{key}/{rank}" for rank in (everyone if ranks is None else ranks)}
 
     def given_up() -> bool:
-        """Returns whether another rank has given up this meeting."""
+        """Returns whether another rank has reached its limit at this meeting."""
         # The others' limits began at other moments: the first rank that gives up ends all waits.
         return store.add(f"{key}/late", 0) > 0
 

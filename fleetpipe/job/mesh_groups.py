@@ -134,7 +134,7 @@ class MeshGroups(ABC):
         """Returns the axes along which ranks hold the same values of a parameter.
 
         Args:
-            spread: Whether it is a parameter of an expert, of which ranks hold different ones.
+            spread: Whether the parameter belongs to experts, which are spread over ranks.
             cut: The axes of ``SHARDS`` along which ranks hold shards of it, or different experts.
         """
         if spread and self.degrees.ep > 1:
@@ -146,7 +146,7 @@ class MeshGroups(ABC):
         """Returns the group of ranks that own the same optimizer shard of the same parameters.
 
         Args:
-            spread: Whether they are parameters of experts.
+            spread: Whether the parameters belong to experts, which are spread over ranks.
         """
         axes = [axis for axis in COPIES if axis not in self.degrees.state_axes]
         if spread:  # along ep all copies of an expert share its state

@@ -88,7 +88,7 @@ class CollectiveCalls:
 
     @property
     def last(self) -> CollectiveCall:
-        """The last call that has begun; before the first one, one without a kind."""
+        """The last call that has begun; an empty one before the first."""
         return self._calls[-1]
 
     def begin(self, words: str, kind: str = "", replicas: bool = True) -> int:
@@ -285,7 +285,7 @@ def _read_rows(value: JsonValue) -> tuple[StepRow, ...]:
 
 
 class LastRecord(NamedTuple):
-    """What a process knows of one rank of the job.
+    """The last record that a process has received from one rank of the job.
 
     Attributes:
         record: The rank's last record.
@@ -418,7 +418,7 @@ class RunProgress:
     """
 
     def __init__(self) -> None:
-        """Begins without any step; the job sets the functions that it can answer."""
+        """Begins without any step; the job replaces the functions by its own."""
         self.action: Callable[[], str] = lambda: "outside of the pipeline"
         self.awaited: Callable[[], int | None] = lambda: None
         self.waited: Callable[[], float] = float
@@ -456,7 +456,7 @@ class RunProgress:
         self._rows: deque[StepRow] = deque(maxlen=MOST_ROWS)
 
     def expect(self, step: int, steps: int | None) -> None:
-        """Sets the extent of the run.
+        """Sets how many steps are done and how many the run has.
 
         Args:
             step: Steps that are done already, in earlier attempts.

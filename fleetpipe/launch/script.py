@@ -328,13 +328,13 @@ def remove_logs_beyond(folder: Path, ranks: int) -> None:
             log.unlink(missing_ok=True)
 
 
-def signal_ranks(directory: Path, number: int, but: Container[int] = ()) -> set[int]:
+def signal_ranks(directory: Path, number: int, excluded: Container[int] = ()) -> set[int]:
     """Sends a signal to the processes of an attempt's ranks that have not ended.
 
     Args:
         directory: The folder of the attempt.
         number: The signal.
-        but: Ranks that do not get it.
+        excluded: Ranks that do not get it.
 
     Returns:
         The ranks that have been started so far.
@@ -342,14 +342,14 @@ def signal_ranks(directory: Path, number: int, but: Container[int] = ()) -> set[
     ended = {rank for rank, _ in attempt_files.ended_ranks(directory)}
     started = attempt_files.started_ranks(directory)
     for rank, process in started:
-        if rank not in ended and rank not in but:
+        if rank not in ended and rank not in excluded:
             with suppress(ProcessLookupError):
                 os.kill(process, number)
     return {rank for rank, _ in started}
 
 
 def end_sessions(directory: Path) -> None:
-    """Kills the processes that an attempt's ranks have left behind; ``directory`` is its folder."""
+    """Kills what the ranks of an attempt have left running; ``directory`` has its files."""
     for _, process in attempt_files.started_ranks(directory):
         systems.end_session(process)
 

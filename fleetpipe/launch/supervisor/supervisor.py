@@ -198,7 +198,7 @@ class LocalRanks:
 
     def stop_late(self, number: int) -> None:
         """Sends the signal of :meth:`stop` to the ranks that have started since."""
-        self._signalled = signal_ranks(self._directory, number, but=self._signalled)
+        self._signalled = signal_ranks(self._directory, number, excluded=self._signalled)
         if not self._signalled:
             self._pods.stop()
 

@@ -59,6 +59,12 @@ def test_peers_learn_who_the_other_is() -> None:
     assert not any(SECRET in text for text in said)
 
 
+def test_no_two_handshakes_are_alike() -> None:
+    _, _, said = talk(connecting_side(SECRET, 1, 0, 2), accepting_side(SECRET, 0, 2))
+    _, _, again = talk(connecting_side(SECRET, 1, 0, 2), accepting_side(SECRET, 0, 2))
+    assert not set(said) & set(again)
+
+
 @pytest.mark.parametrize(
     ("connecting", "accepting"),
     [
