@@ -17,7 +17,6 @@ _MESH = "tests/transport/joining/test_connections.py::test_"
 _USAGE = "tests/cli/test_cli_usage.py::test_"
 _HOSTS = "tests/transport/joining/test_hosts.py::test_"
 _NO_IDENTITY = {
-    f"{_MESH}ranks_of_a_host_use_unix_sockets": _UNIX,
     f"{_MESH}hosts_decide_between_unix": _UNIX,
     f"{_MESH}tcp_on_some_ranks_of_a_host": _UNIX,
     f"{_MESH}ten_thousand_strangers": "as quick as with unix-domain sockets TCP is not",
