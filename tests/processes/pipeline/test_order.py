@@ -83,7 +83,7 @@ def train_both_ways(pp: int, folder: str) -> list[tuple[bool, int]]:
                 pp,
                 schedule,
                 micro_batches=MICRO_BATCHES,
-                steps=3,  # in the first, backwards are compared too
+                steps=5,  # in the first, backwards are compared too
                 data=TEXT,
                 optimizer=adam,
                 gradients=True,
