@@ -157,14 +157,9 @@ class OwnedNodes(OwnedStages):
 
 
 def _refuse_second_use(number: int, parameter: Tensor) -> NoReturn:
-    """Refuses that two nodes of one stage use the same parameter, if gradients are summed by trees.
+    """Raises ConfigError: two nodes of one stage use ``parameter``, the second in entry ``number``.
 
-    Args:
-        number: The number of the entry of the second node.
-        parameter: The parameter.
-
-    Raises:
-        ConfigError: Always.
+    It is called if gradients are summed by trees, which need the gradient of each use by itself.
     """
     raise ConfigError(
         "with sums by a tree the uses of a tied weight leave gradients apart, and two nodes of one "
@@ -265,7 +260,7 @@ class CapturedPipeline(PipelineLayer):
         )
         self.__dict__.update(users=users, _tensors=tensor_references(self.plain))
         self.captures.users = users
-        self._register_state(users)
+        self._register_state()
         tensors = self.state.local_tensors()
         ranks = {
             name: tuple(dict.fromkeys(map(self.placement.rank_of, stages)))
@@ -281,15 +276,11 @@ class CapturedPipeline(PipelineLayer):
             for parameter in filter(is_parameter, of_other_ranks):
                 refuse_values_of(parameter)
 
-    def _register_state(self, users: dict[str, tuple[int, ...]]) -> None:
-        """Registers the sublayers and tensors of this process's stages under the model's names.
-
-        Args:
-            users: The stages that use each parameter or buffer, by its name.
-        """
+    def _register_state(self) -> None:
+        """Registers the sublayers and tensors of this process's stages under the model's names."""
         slots = [Slot.of(name, tensor) for name, tensor in self.plain.state_dict().items()]
         nodes = [node.name for node in self.captures.of_example(training=True).trace.nodes]
-        self.state = CapturedState(self, slots, users, nodes, self.holders)
+        self.state = CapturedState(self, slots, self.users, nodes, self.holders)
         self._shared_weights = SharedWeights([], {}, self._stage_id, lambda _: SoleGroup())
         self._set_fleet_attributes({}, {})
         # Last, and not by add_sublayer, since a model's names may be those of this class.

@@ -224,10 +224,6 @@ def reads_then_counts(self: Any, x: Any) -> Any:
     return x * factor
 
 
-def reads_a_parameter(self: Any, x: Any) -> Any:
-    return x * float(self.scale.numpy()[0])
-
-
 def takes_the_memory(self: Any, x: Any) -> Any:
     self.mean.get_tensor().set(np.ones(3, "float32"), paddle.CPUPlace())
     return x + self.mean
@@ -275,7 +271,7 @@ def adds_with_gradients(self: Any, x: Any) -> Any:
 REFUSED: list[tuple[Code, int, str, str]] = [
     (reads_a_counter, 2, "reads the numbers in a tensor", "put that code into a sublayer"),
     (reads_then_counts, 1, "numbers in 'steps', which changes", "by operations of Paddle's"),
-    (reads_a_parameter, 1, "numbers in 'scale', which changes", "by operations of Paddle's"),
+    (lambda self, x: x * float(self.scale.numpy()[0]), 0, "numbers in 'scale'", "by operations"),
     (takes_the_memory, 1, "reaches for the memory of a tensor", "set_value or paddle.assign"),
     (shares_a_buffer, 1, "reaches for the memory of a tensor", "set_value or paddle.assign"),
     (grows, 1, "gives 'mean' another shape", "keep one shape and dtype"),

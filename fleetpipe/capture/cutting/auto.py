@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import statistics
 import time
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from fleetpipe.aliases import Layer, Nest, Tensor
@@ -33,7 +34,7 @@ from fleetpipe.dygraph.gradients import drop_gradients, explain_backward_error
 from fleetpipe.dygraph.observe import layer_meter
 from fleetpipe.dygraph.observe.profile import TYPICAL
 from fleetpipe.errors import CaptureError, ConfigError, PartitionError
-from fleetpipe.job.job import Job, current_job
+from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import FULL_NAME
 from fleetpipe.paddle_api.tensor import has_memory, tensor_bytes
@@ -62,7 +63,10 @@ Spans = dict[str, list[Span | None]]
 
 
 def find_spans(traces: Sequence[Capture]) -> Spans:
-    """Returns the spans of the parameters and buffers that any of the runs writes into."""
+    """Returns which nodes use each parameter or buffer that any of the runs writes into.
+
+    By name, it is for each run the number of the first and of the last such node.
+    """
 
     def span(name: str, nodes: Sequence[Node]) -> Span | None:
         """Returns the span of a parameter or buffer in a run; None if no node uses it."""
@@ -107,7 +111,13 @@ def require_one_stage(runs: Sequence[tuple[Capture, Sequence[int]]]) -> None:
     for starts in zip(*cuts):
         name = find_split_state(written, starts)
         if name is not None:
-            before, after = _describe_users(name, runs)
+            users: dict[int, str] = {}
+            for trace, firsts in runs:
+                for number, node in enumerate(trace.nodes):
+                    if name in node.state:
+                        stage = bisect_right(firsts, number)
+                        users.setdefault(stage, f"{node.name} in stage {stage}, {node.location}")
+            before, after, *_ = (users[stage] for stage in sorted(users))
             raise CaptureError(
                 f"two stages share {name!r}, into which the forward writes",
                 where=f"{before}; {after}",
@@ -116,18 +126,6 @@ def require_one_stage(runs: Sequence[tuple[Capture, Sequence[int]]]) -> None:
                 fix="cut so that all of its uses are in one stage: fleetpipe.explain(model, "
                 "example) shows where",
             )
-
-
-def _describe_users(name: str, runs: Sequence[tuple[Capture, Sequence[int]]]) -> tuple[str, str]:
-    """Returns a text for a node in each of the first two stages that use the state ``name``."""
-    users: dict[int, str] = {}
-    for trace, starts in runs:
-        for number, node in enumerate(trace.nodes):
-            if name in node.state:
-                stage = sum(start <= number for start in starts)
-                users.setdefault(stage, f"{node.name} in stage {stage}, {node.location}")
-    first, second, *_ = (users[stage] for stage in sorted(users))
-    return first, second
 
 
 def measure_nodes(capturer: Capturer, trace: Capture, places: Iterable[int]) -> Profile:
@@ -345,16 +343,6 @@ def choose(
     )
 
 
-def measure_on_one_rank(job: Job | None, measure: Callable[[], Profile]) -> Profile:
-    """Calls ``measure`` on one rank, and returns its result on all. Collective over the job."""
-    if job is None or job.local:
-        return measure()
-    with job.guarded(lambda: "measuring the nodes of the model"):
-        # Ranks that compute a layer together measure together; the first one's times count.
-        text = measure().dumps() if job.leads(*job.degrees.layer_axes) else None
-        return Profile.loads(job.everyone().broadcast(text, 0))
-
-
 def resolve_split_spec(
     capturer: Capturer,
     spec: SplitSpec | PipelinePlan,
@@ -407,6 +395,14 @@ def resolve_split_spec(
             fix="call sublayers so, or use fewer ranks or chunks; fleetpipe.explain(model, "
             "example) shows what is called",
         )
-    profile = measure_on_one_rank(current_job(), lambda: measure_nodes(capturer, training, named))
+    job = current_job()
+    if job is None or job.local:
+        profile = measure_nodes(capturer, training, named)
+    else:
+        with job.guarded(lambda: "measuring the nodes of the model"):
+            # Ranks that compute a layer together measure together; the first one's times count.
+            measures = job.leads(*job.degrees.layer_axes)
+            text = measure_nodes(capturer, training, named).dumps() if measures else None
+            profile = Profile.loads(job.everyone().broadcast(text, 0))
     choice = choose(profile, named, stages, memory_cap)
     return choice.borders, choice

@@ -149,12 +149,11 @@ def find_starts(
 
 
 def _start_in_run(trace: Capture, border: Border, example: Capture) -> int:
-    """Returns the number of the first node after a border, in a run that may not reach it.
+    """Returns the number of the first node after a border in ``trace``, which may not reach it.
 
-    Args:
-        trace: The run; the result is its number of nodes if all its nodes are before the border.
-        border: The border.
-        example: The first run in the same mode, which reaches the border.
+    A run without images, for example, does not call the sublayers for images. ``example``, the
+    first run in the same mode, reaches the border. If all nodes of ``trace`` are before the border,
+    the result is their number.
     """
     if not isinstance(border, AtCall) or Scope(border.path, border.call) in trace.calls:
         return border.start(trace)
@@ -321,14 +320,10 @@ def _marked_borders(model: Layer, trace: Capture) -> list[Border]:
 
 
 def _borders_of_stages(stages: Mapping[str, object], trace: Capture) -> list[Border]:
-    """Returns the borders for sublayers whose stage is given.
+    """Returns the borders for sublayers whose stage is given: its number, by the sublayer's path.
 
     The stage applies to the first call of a sublayer. Any other call is in the stage of the call
     before it.
-
-    Args:
-        stages: The stage of each sublayer, by the sublayer's path.
-        trace: The run of the forward in training.
 
     Raises:
         ConfigError: A stage is no number, or the numbers do not increase in the order of the calls.

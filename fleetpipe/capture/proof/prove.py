@@ -259,7 +259,11 @@ def prove(capturer: Capturer, captures: StagedCaptures, schedule: Schedule | Non
     """
     model = capturer.model
     draws_in_python = captures.of_example(training=True).trace.draws
-    keyed = draws_in_python or _draws_random_numbers(model, capturer.example)
+    args, named = arguments_of(copy_tensors(capturer.example))
+    with undo_training(model), in_mode(model, training=True):
+        before = generator_states()
+        model(*args, **named)
+        keyed = draws_in_python or generator_states() != before
 
     def keys_of(step: TrainedStep) -> random_keys.Keys | None:
         return random_keys.Keys(step.seed, draws_in_python) if keyed else None
@@ -302,9 +306,7 @@ def prove(capturer: Capturer, captures: StagedCaptures, schedule: Schedule | Non
 def _courses_to_try(capturer: Capturer, planned: Sequence[Schedule]) -> Iterator[Course]:
     """Yields courses on varied numbers and rows, then simpler ones in case the model fails.
 
-    Args:
-        capturer: The model, with an example of its inputs.
-        planned: The schedules that the steps take in turn.
+    The steps of a course take the ``planned`` schedules in turn.
     """
     trial = Trial(capturer.model)
     example = capturer.example
@@ -344,15 +346,6 @@ def _train_plain(plain: PlainTrainer, courses: Iterator[Course]) -> tuple[Digest
     ) from failure
 
 
-def _draws_random_numbers(model: Layer, inputs: Nest) -> bool:
-    """Returns whether a model draws random numbers of Paddle's in training on these inputs."""
-    args, named = arguments_of(copy_tensors(inputs))
-    with undo_training(model), in_mode(model, training=True):
-        before = generator_states()
-        model(*args, **named)
-        return generator_states() != before
-
-
 def _make_steps(inputs: Sequence[Nest], planned: Sequence[Schedule]) -> list[TrainedStep]:
     """Returns at least two steps, with each of the inputs as a micro-batch at least once.
 
@@ -376,15 +369,7 @@ def _summarize(
     captures: StagedCaptures,
     keyed: bool,
 ) -> Proof:
-    """Returns the record of a comparison that has passed.
-
-    Args:
-        expected: The digests of the plain training, one for each compared tensor.
-        course: The steps and evaluations of the training.
-        rounded: See :class:`Proof`.
-        captures: The captured runs, cut into stages.
-        keyed: See :class:`Proof`.
-    """
+    """Returns the record of a comparison that has passed; see :class:`Proof`."""
     names = {"output": list[str](), "gradient": list[str](), "state": list[str]()}
     for moment in expected.moments:
         names[moment.quantity] += moment.tensors

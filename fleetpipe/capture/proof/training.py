@@ -307,10 +307,7 @@ def _fixed_weights(shape: tuple[int, ...]) -> Tensor:
 def _name_outputs(outputs: Sequence[Nest], unit: str, first: int = 0) -> dict[str, Tensor]:
     """Returns the tensors of several outputs by names such as "0 of micro-batch 2".
 
-    Args:
-        outputs: The nested outputs of micro-batches or evaluations.
-        unit: The word for what has one output: "micro-batch" or "evaluation".
-        first: The number of the first one.
+    ``unit`` is "micro-batch" or "evaluation", and ``first`` the number of the first output.
     """
     return {
         f"{index} of {unit} {number}": tensor
@@ -503,7 +500,7 @@ class Comparison:
         differing = [name for name in names if got.get(name) != expected_digests.get(name)]
         if moment.quantity == "gradient":
             self._gradient_gaps = {}
-        if differing and moment.quantity in ("gradient", "state"):
+        if differing and moment.quantity != "output":
             differing = self._differences_beyond_rounding(moment, number)
         modes = expected.modes.items()
         wrong = [path for path, mode in modes if moment.modes.get(path) != mode]
@@ -512,9 +509,7 @@ class Comparison:
     def _differences_beyond_rounding(self, moment: Moment, number: int) -> list[str]:
         """Returns the names of gradients or states whose differences rounding does not explain.
 
-        Args:
-            moment: The moment of the second training.
-            number: The index of the moment.
+        ``number`` is the index of the moment in both trainings.
         """
         moment = moment.clone_tensors()
         expected = self._expected.tensors_at(number, self._initial)
@@ -524,8 +519,13 @@ class Comparison:
         if moment.quantity == "state":
             copy_state_into(self._model, expected)
             self._start = expected
-            limits = {name: self._largest_rounding_of_state(name, expected[name]) for name in gaps}
-            return [name for name, gap in gaps.items() if gap > limits[name]]
+            # A parameter may differ by rounding after a step in which its gradient did.
+            limits = {
+                name: 2 * (RATE * gap + unit_of(expected[name].dtype) * largest_of(expected[name]))
+                for name, gap in self._gradient_gaps.items()
+                if name in expected
+            }
+            return [name for name, gap in gaps.items() if gap > limits.get(name, 0.0)]
         self._gradient_gaps = gaps
         start = self._start
         rounding = Rounding(expected, lambda: self._expected.moved_gradients(moment.step, start))
@@ -534,14 +534,6 @@ class Comparison:
             share = gaps[name] / (rounding.scale(name) or 1.0)
             self.rounded[name] = max(share, self.rounded.get(name, 0.0))
         return beyond
-
-    def _largest_rounding_of_state(self, name: str, expected: Tensor) -> float:
-        """Returns the largest rounding difference of a parameter after a step.
-
-        It is 0 for a parameter whose gradient in the step had no rounding difference.
-        """
-        gap = self._gradient_gaps.get(name, 0.0)
-        return 2 * (RATE * gap + unit_of(expected.dtype) * largest_of(expected)) if gap else 0.0
 
 
 def digests_of(moment: Moment) -> dict[str, str]:

@@ -163,7 +163,7 @@ class CapturedState(ModelState):
         self._parameters: dict[str, Tensor] = {}
 
     def keep_parameters(self) -> None:
-        """Stores the current parameters of this process; later states have these."""
+        """Stores the parameters of now, which states have even if a script replaces one later."""
         self._parameters = {n: t for n, t in super()._named_tensors() if is_parameter(t)}
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -254,12 +254,10 @@ def extract_used_layers(model: Layer, nodes: Sequence[Node], more: Collection[in
 
 
 def _extract_part(layer: Layer, layers: set[int], tensors: set[int]) -> Layer:
-    """Returns a Layer with the used tensors and sublayers of a layer of the model.
+    """Returns a Layer with those sublayers and tensors of ``layer`` that nodes use.
 
-    Args:
-        layer: A layer of the model; it is returned itself if all that it has is used.
-        layers: The ids of the layers that nodes call.
-        tensors: The ids of the tensors that are used.
+    The nodes call the layers, and take the tensors, that have the given ids. If they use all
+    that ``layer`` has, it is returned itself.
     """
     part = paddle.nn.Layer()
     uses_all = True

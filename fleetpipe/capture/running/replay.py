@@ -27,7 +27,7 @@ _Filler = Callable[[Values], Any]
 
 #: The names of two further items of a dict of values: the signature of the batch, and the text of
 #: the first batch with this signature.
-SIGNATURE, FIRST_BATCH = "look", "sample"
+SIGNATURE, FIRST_BATCH = "signature", "first batch"
 
 
 def value_name(value: ValueId) -> str:
@@ -132,10 +132,9 @@ class _NodeFunction:
 
 
 def _make_filler(value: Nest) -> _Filler:
-    """Returns a function that makes an argument of a call from the values.
+    """Returns a function that makes an argument of a captured call from the values of a batch.
 
-    Args:
-        value: The argument, nested, with placeholders.
+    ``value`` is the argument as it was captured, nested, with placeholders for the values.
     """
     if isinstance(value, Ref):
         return operator.itemgetter(value_name(value.value))

@@ -52,7 +52,7 @@ class CapturedStages:
 
         def run(value: Nest, micro_batch: GlobalMicroBatch | None) -> Nest:
             staged, value = self.staged_capture(stage, value)
-            staged.renew(stage)
+            staged.move_written_tensors(stage)
             output = staged.runner.function(stage)(value, micro_batch)
             for mode in staged.trace.switched:
                 mode.put_back()

@@ -88,12 +88,15 @@ class SameObject:
 
 
 def mark_attributes(model: Layer, opens: Callable[[str, Layer], bool]) -> Marks:
-    """Returns a mark of each attribute on which the forwards of a model's opened layers depend.
+    """Returns by name, for each attribute on which a model's forward depends, a value to compare.
+
+    The values of two calls are equal as long as the attribute is unchanged. Only attributes of the
+    model and of its opened layers count.
 
     Args:
         model: The model.
         opens: ``opens(path, layer)`` returns whether a layer is opened: its calls are captured one
-            by one. Other layers, which are single nodes, are left out.
+            by one.
     """
     marks: dict[str, object] = {}
     visited: dict[int, object] = {}
@@ -117,7 +120,7 @@ def mark_attributes(model: Layer, opens: Callable[[str, Layer], bool]) -> Marks:
 
 
 def tensor_references(model: Layer) -> dict[str, SameObject]:
-    """Returns a reference to each parameter and buffer of a model, by name."""
+    """Returns by name a reference to each parameter and buffer; a replaced one is unequal then."""
     return {
         _join_path(path, name): SameObject(tensor)
         for path, layer in _layers_in("", model)
@@ -171,11 +174,9 @@ def _join_path(path: str, name: str) -> str:
 
 
 def _mark_value(value: Any, visited: dict[int, object]) -> object:
-    """Returns a mark that stays equal while a value, with everything in it, is unchanged.
+    """Returns a mark that stays equal while an attribute's value, with all in it, is unchanged.
 
-    Args:
-        value: The value of an attribute.
-        visited: By id, values that have a mark already; they are kept alive, and left out.
+    ``visited`` has, by id, the values that have a mark already. These are left out, and kept alive.
     """
     if isinstance(value, _NUMBERS):
         return type(value), value if value == value else "nan"
@@ -233,7 +234,7 @@ class StagedCapture(NamedTuple):
     crossing: dict[Edge, tuple[str, ...]]
     written: tuple[tuple[StateRef, ...], ...]
 
-    def renew(self, stage: int) -> None:
+    def move_written_tensors(self, stage: int) -> None:
         """Moves the tensors that a stage writes into to new memory, before a micro-batch.
 
         The graphs of earlier micro-batches keep the old memory until their backward.
@@ -369,7 +370,7 @@ class StagedCaptures:
             new_edges = staged.crossing.keys() - self.of_example(training).crossing.keys()
             if new_edges:
                 raise CaptureError(
-                    "a batch of this look has a value on an edge that the example has not",
+                    "a batch has a value on an edge that the example has not",
                     expected=f"inputs like {self.example_signature}",
                     got=f"{signature}, with the edges {', '.join(map(str, sorted(new_edges)))}",
                     fix="pass example_inputs in which everything is given that may be",
@@ -464,9 +465,7 @@ class StagedCaptures:
 def _written_tensors(trace: Capture, starts: Sequence[int]) -> tuple[tuple[StateRef, ...], ...]:
     """Returns for each stage the tensors that its nodes write into and backward may need.
 
-    Args:
-        trace: The captured run.
-        starts: The number of the first node of each stage after stage 0.
+    ``starts`` has the number of the first node of each stage after stage 0.
     """
     names: list[set[str]] = [set() for _ in (0, *starts)]
     for number, node in enumerate(trace.nodes):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -86,15 +86,7 @@ def state_kept(model: Layer) -> Iterator[set[int]]:
         finally:
             for table, old in tables:
                 changed.update(id(t) for name, t in old.items() if table.get(name) is not t)
-            # The tables in which a tensor of another shape has replaced one.
-            reshaped = {
-                id(table)
-                for table, old in tables
-                for name, tensor in old.items()
-                if tensor is not None
-                and table.get(name) is not None
-                and table[name].shape != tensor.shape
-            }
+            reshaped = {id(table) for table, old in tables if _has_other_shape(table, old)}
             for restore in restores:
                 restore()
             for layer, (now, before) in zip(layers, attributes):
@@ -104,6 +96,12 @@ def state_kept(model: Layer) -> Iterator[set[int]]:
                 # Attributes that were None, and that a tensor replaced as a buffer.
                 now.update((name, before[name]) for name in before.keys() - now.keys())
             changed.update(key for key, tensor in saved.items() if _restore_tensor(tensor))
+
+
+def _has_other_shape(now: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> bool:
+    """Returns whether a tensor of a layer, by name, was replaced by one of another shape."""
+    pairs = ((now.get(name), tensor) for name, tensor in before.items() if tensor is not None)
+    return any(new is not None and new.shape != old.shape for new, old in pairs)
 
 
 def _move_to_new_memory(tensor: Tensor) -> _SavedTensor:
@@ -171,11 +169,9 @@ def losses_kept(functions: Iterable[Any]) -> Iterator[None]:
 
 
 def _restore_functions(values: Iterable[Any], excluded: Iterable[int]) -> list[_Restore]:
-    """Returns functions that restore values and the objects in them.
+    """Returns functions that restore values, and the objects in them, to their state now.
 
-    Args:
-        values: The values, in their state now.
-        excluded: The ids of objects that are left out.
+    Objects with the ``excluded`` ids are left out.
     """
     restores: list[_Restore] = []
     visited = set(excluded)
@@ -185,12 +181,9 @@ def _restore_functions(values: Iterable[Any], excluded: Iterable[int]) -> list[_
 
 
 def _collect_restores(value: Any, restores: list[_Restore], visited: set[int]) -> None:
-    """Adds functions that restore ``value`` and the objects in it.
+    """Adds to ``restores`` functions that restore ``value`` and the objects in it.
 
-    Args:
-        value: The value, in its state now.
-        restores: The list to which the functions are added.
-        visited: The ids of objects that are left out; those that are restored are added.
+    Objects whose ids are in ``visited`` are left out; those that will be restored are added to it.
     """
     if id(value) in visited:
         return

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partialmethod
 from typing import Any
 
 import numpy as np
@@ -169,12 +170,10 @@ def _is_integer(tensor: Tensor) -> bool:
 
 
 def _build_inputs(description: Any, build_tensor: Callable[..., Tensor]) -> Nest:
-    """Builds inputs from a description of :func:`_describe`.
+    """Builds a model's inputs from their description, which :func:`_describe` has made.
 
-    Args:
-        description: The description.
-        build_tensor: Makes a tensor of a dtype's name, a shape and, if the description has them,
-            its numbers.
+    ``build_tensor`` makes a tensor from the name of a dtype, a shape and, for integers, the
+    numbers.
     """
     ((kind, content),) = description.items()
     if kind == "tensor":
@@ -209,14 +208,10 @@ def add_plain_values(inputs: Nest, example: Nest) -> Nest:
 
 
 def _add_missing(inputs: Nest, example: Nest) -> Nest:
-    """Adds plain values to one item of the inputs, from the same item of the example.
+    """Returns an item of a batch's inputs, with the plain values that only the example has.
 
-    Args:
-        inputs: The item of a batch: a tensor, a container of tensors, or None if it is left out.
-        example: The item at the same index or key of the inputs that the model was captured with.
-
-    Returns:
-        The item with the plain values that only the example has.
+    ``example`` is the item at the same index or key of the inputs that the model was captured with.
+    ``inputs`` may be None, if the batch leaves the item out.
 
     Raises:
         CaptureError: As for :func:`add_plain_values`.
@@ -321,14 +316,19 @@ class Size:
         self._report()
         return self._size
 
+    def read(self, function: Function, *arguments: Any) -> Any:
+        """Applies a function of Python's, such as ``int``, to the size, which counts as a read."""
+        return function(self.value, *arguments)
+
     def apply(self, function: Function, *operands: Any) -> Any:
-        """Applies an operator to sizes and numbers.
+        """Applies an operator to this size and other sizes or numbers.
 
         Returns:
             A bool for a comparison, another :class:`Size` for anything else. A comparison counts as
             a read, unless a function of Paddle's makes it and its result in the other run is the
             same: so Paddle may check whether sizes fit.
         """
+        operands = (self, *operands)
         here = [operand._size if type(operand) is Size else operand for operand in operands]
         there = [operand._other_size if type(operand) is Size else operand for operand in operands]
         size = function(*here)
@@ -340,31 +340,15 @@ class Size:
         return size
 
 
-def _size_method(function: Function, swapped: bool = False) -> Function:
-    """Returns a method of :class:`Size` that applies an operator, with swapped operands if asked.
-
-    The swapped form is for methods such as ``__radd__``.
-    """
-
-    def compute(*arguments: Any) -> Any:
-        size: Size = arguments[0]
-        return size.apply(function, *(reversed(arguments) if swapped else arguments))
-
-    return compute
-
-
-def _reading_method(function: Function) -> Function:
-    """Returns a method of :class:`Size` that applies a function to its number, which is a read."""
-    return lambda size, *operands: function(size.value, *operands)
-
-
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-    setattr(Size, f"__{_name}__", _size_method(getattr(operator, _name)))
-    setattr(Size, f"__r{_name}__", _size_method(getattr(operator, _name), swapped=True))
+    _function = getattr(operator, _name)
+    setattr(Size, f"__{_name}__", partialmethod(Size.apply, _function))
+    # In an addition "2 + size" Python calls this method of the size with 2.
+    setattr(Size, f"__r{_name}__", partialmethod(Size.apply, lambda b, a, f=_function: f(a, b)))
 for _name, _function in _OPERATORS.items():
-    setattr(Size, f"__{_name}__", _size_method(_function))
+    setattr(Size, f"__{_name}__", partialmethod(Size.apply, _function))
 for _function in _READING_FUNCTIONS:
-    setattr(Size, f"__{_function.__name__}__", _reading_method(_function))
+    setattr(Size, f"__{_function.__name__}__", partialmethod(Size.read, _function))
 
 
 def sizes_to_ints(value: Nest) -> Nest:
@@ -482,13 +466,8 @@ class Sizes:
     ) -> None:
         """Records which outputs of an operation have data-dependent sizes.
 
-        If that cannot be told from the operation's name, it runs again on substitutes.
-
-        Args:
-            function: The operation.
-            arguments: Its positional and keyword arguments.
-            varying: The ids of the inputs whose numbers depend on the batch.
-            outputs: The outputs.
+        If that cannot be told from the operation's name, it runs again on substitutes. ``varying``
+        has the ids of the inputs whose numbers depend on the batch.
         """
         name = getattr(function, "__name__", "").strip("_")
         args, named = arguments
@@ -538,10 +517,7 @@ class Sizes:
     def _store_substitutes(self, outputs: list[Tensor], other_outputs: list[Tensor] | None) -> None:
         """Records the outputs that have other shapes than their substitutes as data-dependent.
 
-        Args:
-            outputs: The outputs of an operation.
-            other_outputs: The substitute of each output; None if they are unknown: then all outputs
-                are data-dependent.
+        With None for ``other_outputs`` the substitutes are unknown: all outputs are data-dependent.
         """
         for output, other in zip(outputs, other_outputs or [None] * len(outputs)):
             if _shape(output) and (other is None or _shape(other) != _shape(output)):

@@ -116,10 +116,7 @@ def record(
             with state_kept(model) as written:
                 tracer = _Tracer(model, unopened, shape_inputs)
                 states = generators.states()
-                trace = tracer.run(
-                    arguments,
-                    RandomLines(generators, tracer.refuse_random_line) if watches_lines else None,
-                )
+                trace = tracer.run(arguments, generators if watches_lines else None)
                 drew = generators.states() != states
                 obstacles.require_no_tensor_kept_for_loss(model, losses, before)
                 obstacles.require_no_new_parameters(model, tracer.state.ref_of)
@@ -173,18 +170,21 @@ class _Tracer(NodeFinder):
         self._casts: Casts | None = None
         self.unopenable: dict[type, str] = {}
 
-    def run(self, inputs: Nest, random_lines: RandomLines | None = None) -> Capture:
+    def run(self, inputs: Nest, generators: Generators | None = None) -> Capture:
         """Runs the forward, and returns its capture without the state that it uses and writes.
 
         Args:
             inputs: The model's inputs.
-            random_lines: Finds the lines that draw from Python's or NumPy's generators; None if the
-                forward draws nothing from them.
+            generators: Python's and NumPy's, to find the lines that draw from them; None for none.
 
         Raises:
             CaptureError: The model's own forward does something that cannot be captured.
         """
-        self._random_lines = random_lines
+        if generators is not None:
+            self._random_lines = RandomLines(
+                generators,
+                lambda line: self._refuse_to_open(self._opened[-1], obstacles.DRAWS, line),
+            )
         args, named = arguments_of(inputs)
         for tensor in tensors_of(inputs):
             self._add_value(tensor)
@@ -192,7 +192,7 @@ class _Tracer(NodeFinder):
         input_refs = self._with_placeholders(inputs)
         dtypes = {str(p.dtype).rpartition(".")[2] for p in self._model.parameters()}
         half = "bfloat16" if "bfloat16" in dtypes else "float16"
-        watching = random_lines.watching() if random_lines else nullcontext()
+        watching = self._random_lines.watching() if self._random_lines else nullcontext()
         with (
             intercepting(self),
             on_pipe_split(self.record_pipe_split),
@@ -216,13 +216,6 @@ class _Tracer(NodeFinder):
                 value for value, t in enumerate(self._tensors) if self._sizes.is_data_dependent(t)
             ),
         )
-
-    def refuse_random_line(self, location: str) -> None:
-        """Makes the current layer unopenable: a line draws from Python's or NumPy's generators.
-
-        ``location`` is the file and the line.
-        """
-        self._refuse_to_open(self._opened[-1], obstacles.DRAWS, location)
 
     def add_state(self, trace: Capture, ids: set[int]) -> Capture:
         """Returns a capture with the parameters and buffers that each node uses or the run wrote.
@@ -492,11 +485,9 @@ class _Tracer(NodeFinder):
         return output
 
     def _require_writable(self, call: NodeCall, tensors: Sequence[Tensor]) -> None:
-        """Makes the current layer unopenable if a node will write where a stage cannot repeat it.
+        """Makes the current layer unopenable if a node will write where no stage can repeat it.
 
-        Args:
-            call: The call of the node, before it is made.
-            tensors: The tensors among its arguments.
+        ``tensors`` are the tensors among the arguments of the call, which is still to be made.
         """
         # The code assigns to ``target.data``, or sets another tensor in place of a buffer.
         if call.function is set_data and len(tensors) > 1:
@@ -526,11 +517,9 @@ class _Tracer(NodeFinder):
             self._refuse_current_layer(obstacles.outside_no_grad(ref.path))
 
     def _value_of_output(self, tensor: Tensor, inputs: Sequence[Tensor]) -> ValueId:
-        """Returns the number of the value that a tensor holds, which a node has just returned.
+        """Returns the number of the value that an output of a node holds, a new one or an earlier.
 
-        Args:
-            tensor: The tensor. It gets a new value, unless it holds one already.
-            inputs: The tensors among the node's arguments.
+        ``inputs`` are the tensors among the node's arguments.
         """
         if id(tensor) in self._values:
             return self._values[id(tensor)]
@@ -585,10 +574,7 @@ class _Tracer(NodeFinder):
     def _refuse_to_open(self, layer: Layer, obstacle: obstacles.Obstacle, location: str) -> None:
         """Makes a layer's class unopenable; the run goes on, to find other such layers too.
 
-        Args:
-            layer: The layer.
-            obstacle: What its forward does.
-            location: The file and line of it.
+        ``location`` is the file and line of the code that cannot be captured.
 
         Raises:
             _Refused: The layer is the model itself.

@@ -76,7 +76,7 @@ def is_users(frame: FrameType) -> bool:
 
 def user_location() -> str:
     """Returns ``file:line`` of the user's innermost frame on the stack; ``?`` without one."""
-    for frame, line in traceback.walk_stack(None):
+    for frame, line in traceback.walk_stack(sys._getframe()):
         if is_users(frame):
             return f"{frame.f_code.co_filename}:{line}"
     return "?"
@@ -84,7 +84,7 @@ def user_location() -> str:
 
 def called_by_paddle() -> bool:
     """Returns whether the innermost frame outside of fleetpipe and NumPy is Paddle's."""
-    for frame, _ in traceback.walk_stack(None):
+    for frame, _ in traceback.walk_stack(sys._getframe()):
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in ("fleetpipe", "numpy"):
             return not is_users(frame)
     return False
@@ -92,7 +92,7 @@ def called_by_paddle() -> bool:
 
 def in_checking_function() -> bool:
     """Returns whether a function of ``_CHECKING`` runs, which reads numbers only to check them."""
-    for frame, _ in traceback.walk_stack(None):
+    for frame, _ in traceback.walk_stack(sys._getframe()):
         if is_users(frame):
             return False
         if frame.f_code.co_name in _CHECKING:
@@ -102,18 +102,14 @@ def in_checking_function() -> bool:
 
 def tests_before_raise() -> bool:
     """Returns whether the user's innermost frame is at a test that raises an error if it fails."""
-    frame = next((frame for frame, _ in traceback.walk_stack(None) if is_users(frame)), None)
+    stack = traceback.walk_stack(sys._getframe())
+    frame = next((frame for frame, _ in stack if is_users(frame)), None)
     return frame is not None and _raises_after(frame.f_code, frame.f_lasti)
 
 
 @cache
 def _raises_after(code: CodeType, offset: int) -> bool:
-    """Returns whether the test at an offset of the bytecode is ``if not ..: raise`` or ``assert``.
-
-    Args:
-        code: The bytecode of a function.
-        offset: The offset of the instruction that runs.
-    """
+    """Returns whether the test at an offset in bytecode is ``if not ..: raise`` or ``assert``."""
     steps = {step.offset: step for step in dis.get_instructions(code)}
     test = next((s for at, s in steps.items() if at >= offset and s.opname != "TO_BOOL"), None)
     if test is None or not test.opname.startswith("POP_JUMP"):

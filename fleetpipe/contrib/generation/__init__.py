@@ -279,38 +279,29 @@ class _Decoding:
             self.new[number].append(token)
 
     def _choose_tokens(self, numbers: list[int], logits: Sequence[Tensor]) -> list[tuple[int, int]]:
-        """Chooses the next token of some prompts. Collective along mp.
+        """Chooses the next token of the prompts with these numbers. Collective along mp.
 
-        Args:
-            numbers: The numbers of the prompts.
-            logits: For each prompt, those at its last position: [vocabulary], or a shard along mp.
-                Empty on ranks without the last stage.
+        ``logits`` has for each prompt those at its last position: [vocabulary], or a shard along
+        mp. It is empty on ranks without the last stage, and the result is empty there too.
 
         Returns:
-            For each prompt its number and the token; empty on ranks without the last stage.
+            For each prompt its number and the token.
         """
         if not logits:
             return []
         stacked = paddle.stack(list(logits)).astype("float32")
         by_rank = [tensor.numpy() for tensor in self._shards.all_gather(stacked)]
         # Each rank along mp has its columns of the logits, or all have the same full logits.
+        losses = self._pipeline.layers.loss_layers()
+        layers = [layer for loss in losses for layer in loss.sublayers(include_self=True)]
+        takes_shards = any(type(layer).__name__ == "ParallelCrossEntropy" for layer in layers)
         differ = any((of_rank != by_rank[0]).any() for of_rank in by_rank)
-        is_cut = _has_cut_logits(self._pipeline) or differ
-        rows = np.concatenate(by_rank, axis=-1) if is_cut else by_rank[0]
+        rows = np.concatenate(by_rank, axis=-1) if takes_shards or differ else by_rank[0]
         sequences = (self._prompts[number] + self.new[number] for number in numbers)
         return [
             (number, self._sampling.choose(row, *self._prompt_keys[number], len(sequence)))
             for number, row, sequence in zip(numbers, rows, sequences)
         ]
-
-
-def _has_cut_logits(pipeline: PipelineParallel) -> bool:
-    """Returns whether the loss takes logits of which each rank along mp has some columns."""
-    return any(
-        type(layer).__name__ == "ParallelCrossEntropy"
-        for loss in pipeline.layers.loss_layers()
-        for layer in loss.sublayers(include_self=True)
-    )
 
 
 def _last_logits(output: Nest) -> Tensor:
@@ -328,7 +319,7 @@ def _last_logits(output: Nest) -> Tensor:
 
 
 def prompts_of(tokens: Any) -> list[list[int]]:
-    """Returns the prompts as lists.
+    """Returns the prompts given to :func:`generate` as lists of tokens.
 
     Raises:
         ConfigError: There is none, or one is empty or not made of tokens.
@@ -408,10 +399,7 @@ def _require_pipeline(model: Any) -> tuple[PipelineParallel, AbstractContextMana
 def _new_cache(pipeline: PipelineParallel, wanted: bool | None) -> _Cache | None:
     """Returns a new cache for keys and values; None if each token runs the whole sequence.
 
-    Args:
-        pipeline: The pipeline.
-        wanted: The argument ``cache`` of :func:`generate`: True for a cache, False for none, None
-            for a cache if all layers can use one.
+    ``wanted`` is the argument ``cache`` of :func:`generate`: None takes a cache if all layers can.
 
     Raises:
         ConfigError: ``wanted`` is True, and some layer cannot use a cache.

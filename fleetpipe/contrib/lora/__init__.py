@@ -23,7 +23,7 @@ from fleetpipe.dygraph import PipelineLayer
 from fleetpipe.dygraph.layers.entries import Blueprints, Entry, SeveralLayers, is_shared
 from fleetpipe.dygraph.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from fleetpipe.errors import ConfigError, listed, require_whole
-from fleetpipe.mesh.parts import LocalTensor, ModelParts, whole_name
+from fleetpipe.mesh.parts import ModelParts, whole_name
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import parameters_in
 from fleetpipe.representation import shows
@@ -245,14 +245,9 @@ def _subclass_with(mixin: Any, kind: Any) -> Any:
 
 
 def _adapted_entry(entry: Entry, options: _AdapterOptions, index: int) -> Entry:
-    """Returns a description whose layer gets adapters when it is built.
+    """Returns a description of entry ``index`` whose layer gets adapters when it is built.
 
-    Other entries, such as built layers and functions, are returned unchanged.
-
-    Args:
-        entry: An entry of a list of layers.
-        options: The options of the adapters.
-        index: The position of the entry in the list.
+    Built layers and functions are returned unchanged.
     """
     if isinstance(entry, SeveralLayers):
         raise ConfigError(
@@ -304,11 +299,6 @@ def _build_factors(layer: Any, rank: int) -> tuple[Layer, Layer]:
         return full(inputs, rank, draws), up
     down = sharded(inputs * mp_ranks, rank, draws, input_is_parallel=layer.input_is_parallel)
     return down, full(rank, outputs, zeros)
-
-
-def describe_adapters(model: Layer) -> str:
-    """Returns the rank, the alpha and the targets of a model's adapters; empty without any."""
-    return next((layer.lora_text for _, layer in _adapted_layers(model)), "")
 
 
 def _require_linear(layer: Any, path: str) -> None:
@@ -381,13 +371,14 @@ class TrainedPart(BasePart):
         """
         self._names: set[str] | None = None
         super().__init__(model)
-        tensors = self.checkpoint_part().tensors
-        names = [
-            whole_name(n, local.tensor)
-            for n, local in tensors.items()
-            if _is_changed_by_training(n, local)
-        ]
-        of_rank = names, describe_adapters(self._model)
+        names = []
+        for name, local in self.checkpoint_part().tensors.items():
+            tensor: Any = local.tensor
+            is_frozen = hasattr(tensor, "trainable") and tensor.stop_gradient
+            # Buffers count as changed, and the running statistics of a batch norm.
+            if not is_frozen or name.split(".")[-1] in ("_mean", "_variance"):
+                names.append(whole_name(name, tensor))
+        of_rank = names, next((layer.lora_text for _, layer in _adapted_layers(self._model)), "")
         is_pipeline = isinstance(self._model, PipelineLayer)
         of_ranks = self._model.holders().all_gather(of_rank) if is_pipeline else [of_rank]
         self._names = {name for rank_names, _ in of_ranks for name in rank_names}
@@ -395,13 +386,3 @@ class TrainedPart(BasePart):
 
     def _has(self, name: str) -> bool:
         return self._names is None or name in self._names
-
-
-def _is_changed_by_training(name: str, local: LocalTensor) -> bool:
-    """Returns whether training changes a tensor: a step, or the forward of a batch norm.
-
-    A buffer counts as changed.
-    """
-    tensor: Any = local.tensor
-    is_frozen = hasattr(tensor, "trainable") and tensor.stop_gradient
-    return not is_frozen or name.split(".")[-1] in ("_mean", "_variance")

@@ -38,13 +38,54 @@ class LinearHead(VocabularyHead):
     axis = 1
 
 
+class HeadedStages(CapturedStages):
+    """The stages of a captured model, followed by the parts of its head and the loss."""
+
+    def __init__(
+        self,
+        captures: StagedCaptures,
+        training: Callable[[], bool],
+        head: StageRunner,
+        placement: Placement,
+    ) -> None:
+        """Takes the captured runs, and the runner of the stages after them."""
+        super().__init__(captures, training)
+        self._head_runner, self._body_stages = head, placement.body
+        self._chain: Borders = HeadBorders(placement)
+        ends = [Edge(*ends) for ends in placement.chain()]
+        self._edges = tuple(edge for edge in ends if edge.target >= self._body_stages)
+
+    def edges(self, training: bool) -> Sequence[Edge]:
+        """Returns the edges between all stages, in training or in evaluation."""
+        return (*super().edges(training), *self._edges)
+
+    def function(self, stage: int) -> Run:
+        """Returns the function that runs a stage."""
+        runs_model = stage < self._body_stages
+        return super().function(stage) if runs_model else self._head_runner.function(stage)
+
+    def join(self, values: Values) -> Nest:
+        """Returns the input of a stage."""
+        is_of_head = next(iter(values)).target >= self._body_stages
+        return self._chain.join(values) if is_of_head else super().join(values)
+
+    def split(self, stage: int, output: Nest, labels: Nest) -> Values:
+        """Returns the values that leave a stage on each edge."""
+        leads_to_head = stage >= self._body_stages - 1
+        split = self._chain.split if leads_to_head else super().split
+        return split(stage, output, labels)
+
+
 class HeadInParts(paddle.nn.Layer):
     """Replaces a Linear, and returns its input unchanged: the parts run as stages of their own.
 
     Attributes:
+        stages: Makes the stages of the model, and after them those of the parts and the loss.
         path: The name of the Linear in the model.
         description: The equivalent head for a list of layers.
     """
+
+    stages = HeadedStages
 
     def __init__(self, linear: Layer, path: str, ranks: int) -> None:
         """Copies the values of a Linear, part by part.
@@ -63,7 +104,7 @@ class HeadInParts(paddle.nn.Layer):
             hidden, vocabulary, _same_attributes(weight), bias_attr=of_bias
         )
         #: Paddle's names of the parameters of the Linear, by their names in the model.
-        self.counted_names = {f"{path}.{n}": one.name for n, one in linear.named_parameters()}
+        self.counted_names = {f"{path}.{n}": p.name for n, p in linear.named_parameters()}
         for number, described in enumerate(self.description.layers(ranks)[:-1]):
             part = _build_vocabulary_part(described, weight)
             first, last = part.rows
@@ -100,16 +141,6 @@ class HeadInParts(paddle.nn.Layer):
         """Returns the deferred logits of a plain model with this head; the loss computes them."""
         return DeferredLogits(hidden, self.parts)
 
-    def stages(
-        self,
-        captures: StagedCaptures,
-        training: Callable[[], bool],
-        runner: StageRunner,
-        placement: Placement,
-    ) -> HeadedStages:
-        """Returns the stages of the model, and behind them the parts and the loss."""
-        return HeadedStages(captures, training, runner, placement)
-
     def require_last(self, *traces: Capture) -> None:
         """Raises CaptureError if the model does more with its logits than return them.
 
@@ -129,13 +160,9 @@ class HeadInParts(paddle.nn.Layer):
 
 
 def _build_vocabulary_part(description: Any, weight: Tensor) -> Any:
-    """Builds a part of the vocabulary in the dtype of a Linear's weights.
+    """Builds the described part of a vocabulary, in the dtype of the weights of a Linear.
 
-    The part has no memory if these have none.
-
-    Args:
-        description: Describes the part.
-        weight: The weights of the Linear.
+    The part has no memory if these weights have none.
     """
     if has_memory(weight):
         return description.build_layer().to(dtype=weight.dtype)
@@ -213,44 +240,3 @@ def _replace_sublayer(model: Layer, path: str, layer: Layer) -> None:
     """Replaces the sublayer of a model that has the name ``path`` by another layer."""
     owner, _, name = path.rpartition(".")
     sublayers_in(dict(model.named_sublayers(include_self=True))[owner])[name] = layer
-
-
-class HeadedStages(CapturedStages):
-    """The stages of a captured model, followed by the parts of its head and the loss."""
-
-    def __init__(
-        self,
-        captures: StagedCaptures,
-        training: Callable[[], bool],
-        head: StageRunner,
-        placement: Placement,
-    ) -> None:
-        """Takes the captured runs, and the runner of the stages after them."""
-        super().__init__(captures, training)
-        self._head_runner, self._body_stages = head, placement.body
-        self._chain: Borders = HeadBorders(placement)
-        ends = [Edge(*ends) for ends in placement.chain()]
-        self._edges = tuple(edge for edge in ends if edge.target >= self._body_stages)
-
-    def edges(self, training: bool) -> Sequence[Edge]:
-        """Returns the edges between all stages, in training or in evaluation."""
-        return (*super().edges(training), *self._edges)
-
-    def function(self, stage: int) -> Run:
-        """Returns the function that runs a stage."""
-        return (
-            super().function(stage)
-            if stage < self._body_stages
-            else self._head_runner.function(stage)
-        )
-
-    def join(self, values: Values) -> Nest:
-        """Returns the input of a stage."""
-        of_head = next(iter(values)).target >= self._body_stages
-        return self._chain.join(values) if of_head else super().join(values)
-
-    def split(self, stage: int, output: Nest, labels: Nest) -> Values:
-        """Returns the values that leave a stage on each edge."""
-        of_head = stage >= self._body_stages - 1
-        split = self._chain.split if of_head else super().split
-        return split(stage, output, labels)

@@ -19,6 +19,7 @@ from fleetpipe.errors import CaptureError, ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.profiling.plan_commands import estimates
 from tests.capture.models import GPT, WIDTH, Encoded, UNet, images, tokens, trained
+from tests.capture.test_models import PIXELS, of_pixels
 from tests.pipelines import ROWS, job, pipeline
 
 
@@ -250,42 +251,13 @@ def test_a_model_whose_writes_spoil_its_own_backward_is_refused_with_what_to_do(
         fleetpipe.pipeline(Spoils(), paddle.ones([4, 8]), num_stages=2)
 
 
-class Residual(nn.Layer):
-    """Two convolutions beside a way around them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2D(8, 8, 3, padding=1)
-        self.second = nn.Conv2D(8, 8, 3, padding=1)
-
-    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        return x + self.second(nn.functional.relu(self.first(x)))
-
-
-class Small(nn.Layer):
-    """Convolutions with residuals, and glue."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2D(3, 8, 3, padding=1)
-        self.norm = nn.BatchNorm2D(8)
-        self.one, self.two, self.three = Residual(), Residual(), Residual()
-        self.head = nn.Linear(8, 10)
-
-    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        x = nn.functional.relu(self.norm(self.stem(x)))
-        x = self.three(self.two(self.one(x)))
-        return self.head(x.mean([2, 3]))
-
-
 def test_a_captured_model_is_profiled_planned_and_trained_to_the_same_bits() -> None:
-    data = images(8, 8)
+    data = [images(8, 16)[0], PIXELS]
     with job(2):
-        loss = nn.CrossEntropyLoss()
-        pipe = fleetpipe.pipeline(Small(), (data[0][:2],), loss_fn=loss, no_split=(Residual,))
+        pipe = fleetpipe.pipeline(UNet(), (data[0][:2],), of_pixels)
         profile = fleet.distributed_model(pipe).profile(data)
         named = [layer.name for layer in profile.layers]
-        assert named[:3] == ["inputs", "stem", "norm"]
+        assert named[:3] == ["inputs", "down1.0", "down1.1"]
         assert named[-1] == "outputs"
         # Glue may begin a stage only where a call beside it gives the place a name.
         assert profile.places is not None
@@ -296,12 +268,11 @@ def test_a_captured_model_is_profiled_planned_and_trained_to_the_same_bits() -> 
             tuple(n for n in range(part.start, part.end) if profile.layers[n].saved)
             for part in free.partition.stages
         )
-        assert {profile.layers[n].name for part in again for n in part} >= {"one", "two", "three"}
+        assert {profile.layers[n].name for part in again for n in part} >= {"down1.1", "up2.1"}
         made = replace(free, recompute=again)
     for each in (free, made):
         with job(2):
-            options = {"split_spec": each, "loss_fn": loss, "no_split": (Residual,)}
-            result = trained(Small, data, **options)
+            result = trained(UNet, data, split_spec=each, loss_fn=of_pixels)
             assert result.differing == []
             assert result.model.schedule == each.schedule
             assert result.pipe.partition.boundaries == each.partition.boundaries

