@@ -432,7 +432,12 @@ class StagedCaptures:
     def _key(self, signature: Signature, training: bool) -> _RunKey:
         """Returns the key of the run for a batch, in the layers' current modes."""
         modes = tuple([layer.training for layer in self._layers])
-        numbers = tuple([ref.tensor.numpy().tobytes() for ref in self._numbers.values()])
+        # Most models have no such buffers: then there is no call for each micro-batch.
+        numbers = (
+            tuple([ref.tensor.numpy().tobytes() for ref in self._numbers.values()])
+            if self._numbers
+            else ()
+        )
         return signature, training, modes, numbers, self.fingerprint_number
 
     def _capture(self, signature: Signature, training: bool) -> StagedCapture:
