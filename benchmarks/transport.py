@@ -113,7 +113,7 @@ def bare_pair(tcp: bool) -> tuple[socket.socket, socket.socket]:
             other = hosts.dial("tcp {} {}".format(*listener.getsockname()))
             pair = listener.accept()[0], other
     for sock in pair:
-        hosts.enlarge(sock)
+        hosts.set_socket_options(sock)
         sock.setblocking(True)
     return pair
 

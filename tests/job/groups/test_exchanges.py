@@ -223,7 +223,7 @@ def test_ranks_that_all_send_first_go_on(
     count: int, sockets: Callable[..., list[SocketTransport]], monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(paddle_groups, "device_kind", lambda: "gpu")
-    monkeypatch.setattr(paddle_groups, "transfers", lambda made, _: (made.isend, made.irecv))
+    monkeypatch.setattr(paddle_groups, "isend_and_irecv", lambda made, _: (made.isend, made.irecv))
     groups = {direction: Communicator() for direction in directions(count)}
     connections, store = sockets(count), ThreadStore()
     everyone = threading.Barrier(count)
