@@ -388,6 +388,14 @@ def test_a_forked_child_keeps_no_connection_open(begin: Begin) -> None:
         os.waitpid(child, 0)
 
 
+def test_a_closed_watch_leaves_no_thread() -> None:
+    before = threading.active_count()
+    for watch in [Watch(rank, ends) for rank, ends in enumerate(sockets_of(3))]:
+        watch.close()
+        watch.close()
+    assert threading.active_count() == before
+
+
 def test_a_failure_says_what_to_do() -> None:
     assert "read the log of rank 3" in str(Failure(3, "died", "it ended").error())
     assert "waits for no other" in str(Failure(3, "timed out", "late").error())
