@@ -393,7 +393,7 @@ def test_a_closed_watch_leaves_no_thread() -> None:
     for watch in [Watch(rank, ends) for rank, ends in enumerate(sockets_of(3))]:
         watch.close()
         watch.close()
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 def test_a_failure_says_what_to_do() -> None:
