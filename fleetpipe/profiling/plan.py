@@ -403,6 +403,9 @@ def _read_plan(content: JsonValue) -> PipelinePlan:
         [] if entry is None else entry.items()
         for entry in map(content.get, ("slices", "slice_comm"))
     )
+    count = schedule.slices if schedule.slices > 1 else 0
+    if not len(slices) == len(slice_comm) == count:
+        raise content.refused(f"`slices` and `slice_comm` for the {count} slices of its schedule")
     return PipelinePlan(
         schedule,
         partition,

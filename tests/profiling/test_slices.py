@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 from dataclasses import replace
@@ -53,6 +54,10 @@ def test_slices_are_chosen_where_they_save_time_or_memory() -> None:
     assert "waiting" in after.explain()
     assert after.predicted.bound <= after.predicted.time
     assert PipelinePlan.loads(after.dumps()) == after
+    for name in ("slices", "slice_comm"):
+        for wrong in (None, json.loads(after.dumps())[name][1:]):
+            with pytest.raises(ConfigError, match="for the 4 slices of its schedule"):
+                PipelinePlan.loads(json.dumps({**json.loads(after.dumps()), name: wrong}))
     assert after.schedule_for(6) == build("Seq1F1B", ranks=4, micro_batches=6, slices=4)
     # A cap under which whole sequences would be recomputed.
     cap = max(after.predicted.peak_bytes)
