@@ -310,7 +310,9 @@ class JobLayout(NamedTuple):
     def of_layers(self) -> JobLayout:
         """The layout reduced to the fields on which layers' costs depend."""
         return JobLayout(
-            *(1, self.tensor, 1, 1, self.context, self.expert),
+            tensor=self.tensor,
+            context=self.context,
+            expert=self.expert,
             micro_batch=self.micro_batch,
             recompute=self.recompute,
             sequence_parallel=self.sequence_parallel,
