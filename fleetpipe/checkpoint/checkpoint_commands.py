@@ -152,7 +152,7 @@ def _show(arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     """Compares the files of a step, or of all steps of a run, with their checksums.
 
-    Returns 1 if any step is damaged, else 0. Steps that a job removes meanwhile are passed over.
+    Returns 1 if any step is damaged, else 0. Steps that a job removes meanwhile do not count.
     """
     if arguments.step is None and not (arguments.path / manifest.MANIFEST).is_file():
         folders = [*run_folder.complete_steps(arguments.path).values()]
@@ -261,7 +261,7 @@ def _pairs_text(values: Mapping[str, object]) -> str:
 
 
 def _size_text(count: float) -> str:
-    """Returns a number of bytes with a unit, as "1.2 MB"."""
+    """Returns a number of bytes with a unit, such as "1.2 MB"."""
     for unit in _UNITS[:-1]:
         if count < 1000:
             return f"{count:.3g} {unit}" if unit != "B" else f"{count} B"
@@ -333,7 +333,7 @@ def _read_bytes(reader: StepReader, name: TensorName) -> bytearray:
 
 
 def _describe_first_difference(first: StepReader, second: StepReader, name: TensorName) -> str:
-    """Returns in words how a tensor differs in two steps, and its first element that does."""
+    """Returns a text: how a tensor differs in two steps, and the first different element."""
     tensor, tensor_of_second = (r.manifest.tensors[name].tensor for r in (first, second))
     if tensor != tensor_of_second:
         return f"{tensor} and {tensor_of_second}"

@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _compare_with_earlier(
     digests: Mapping[str, str], earlier: Sequence[tuple[str, Mapping[str, str]]]
 ) -> str:
-    """Returns in words which earlier model a model equals, or how it differs from the first.
+    """Returns a text: which earlier model this model equals, or how it differs from the first.
 
     Args:
         digests: The digest of each tensor of the model.
@@ -150,7 +150,7 @@ def _digests_in_folder(path: Path, source_format: str | None) -> dict[str, str]:
 def _digests_of_checkpoint(checkpoint: Any) -> dict[str, str]:
     """Returns the digest of each tensor of the model in a checkpoint, by name.
 
-    ``contrib.formats`` has opened the checkpoint.
+    ``checkpoint`` is one that ``contrib.formats`` has opened.
     """
     return {name: tensor.digest() for name, tensor in checkpoint.tensors_of(MODEL).items()}
 

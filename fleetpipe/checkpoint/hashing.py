@@ -38,7 +38,7 @@ def model_hash(model: Layer | Program | SavedModel, names: Names = None) -> str:
             raises.
         ConfigError: ``model`` is no model.
         PipelineTimeout: A rank did not arrive within the limit.
-        StateError: Ranks have different values of a parameter, as replicas; every rank raises.
+        StateError: Replicas have different values of a parameter; every rank raises.
     """
     ranks, local = Ranks.of_job(), dict[TensorName, LocalTensor]()
 

@@ -57,10 +57,10 @@ class CheckpointManager:
             max_to_keep: How many of the newest steps are kept; None keeps all.
             async_save: Whether :meth:`save` returns as soon as the state has been copied to host
                 memory; a thread writes it.
-            best: A metric of ``metrics=`` and ``"min"`` or ``"max"``, as ``("loss", "min")``: the
-                best step is kept beside the newest, and is ``restore("best")``.
+            best: A metric of ``metrics=`` and ``"min"`` or ``"max"``, such as ``("loss", "min")``:
+                the best step is kept beside the newest, and is ``restore("best")``.
             names: For a model that is a static program: the name in the checkpoint of each of its
-                parameters and statistics, as ``{"linear_0.w_0": "0.weight"}``; others keep the
+                parameters and statistics, such as ``{"linear_0.w_0": "0.weight"}``; others keep the
                 program's names. ``"order"`` matches them in the order in which the program and the
                 saved model declare them, and compares every shape.
 
@@ -158,9 +158,9 @@ class CheckpointManager:
             optimizer: As for :meth:`save`; needs ``model`` as well, which names its parameters.
             lr_scheduler: As for :meth:`save`.
             scaler: As for :meth:`save`.
-            data: As for :meth:`save`: ``set_state_dict`` gets activity ``state_dict`` returned.
+            data: As for :meth:`save`: ``set_state_dict`` gets what ``state_dict`` returned.
             state: As for :meth:`save`. A number or text is replaced in the dict.
-            only: The objects to restore, as ``("model",)``; any of ``model``, ``optimizer``,
+            only: The objects to restore, such as ``("model",)``; any of ``model``, ``optimizer``,
                 ``lr_scheduler``, ``scaler``, ``data``, ``state``, ``random``. None restores all.
 
         Returns:
@@ -206,7 +206,7 @@ class CheckpointManager:
         self._saver.claim(Ranks.of_job())
 
     def begin_anew(self) -> int:
-        """Forgets a save under way, since a rank was replaced by a new process. Not collective.
+        """Forgets a save under way, since a new process replaced a rank. Not collective.
 
         Returns:
             The step of that save, of which this rank's part is written; 0 for none.

@@ -23,7 +23,7 @@ _PART = MessageKey("H", 0, 0, "part of a checkpoint", 0)
 
 
 class Part(NamedTuple):
-    """One of the coordinates of a rank: the number of its shard, replica or group of stages.
+    """One coordinate of a rank: the number of its shard, replica or group of stages.
 
     Attributes:
         number: The number, from 0.
@@ -127,7 +127,7 @@ class Ranks:
         """Calls ``act`` on every rank, and returns the results of all, by rank. Collective.
 
         Args:
-            activity: A phrase for messages that says what the ranks do, as ``saving step 3``.
+            activity: A phrase for messages that says what the ranks do, such as ``saving step 3``.
             act: What this rank does. It returns a text, a number, None, or lists and dicts of
                 these, which all ranks get.
 
@@ -161,7 +161,7 @@ class Ranks:
         return [value for _, value in answers]
 
     def send_parts(self, parts: Iterable[memoryview]) -> None:
-        """Sends parts of a checkpoint to rank 0, one by one, which calls :meth:`receive_part`.
+        """Sends parts of a checkpoint, one by one, to rank 0, which calls :meth:`receive_part`.
 
         Raises:
             PeerFailed: Rank 0 died.
@@ -195,7 +195,7 @@ class Ranks:
 
         Args:
             failures: The text of each rank's error; None for a rank that succeeded.
-            activity: A phrase that says what failed, as ``saving step 3``.
+            activity: A phrase that says what failed, such as ``saving step 3``.
             cause: This rank's own error; None if it succeeded.
 
         Raises:

@@ -65,7 +65,7 @@ def restore_from(
 
     Args:
         ranks: All ranks of the job.
-        activity: A phrase for messages, as ``restoring step 3``.
+        activity: A phrase for messages, such as ``restoring step 3``.
         begin: Opens the checkpoint; returns it, and the objects to restore.
 
     Raises:
@@ -111,9 +111,9 @@ def load_single(
 
 
 class _Attempt:
-    """Restores on one rank, step by step, so that all ranks can agree in between.
+    """A restore on one rank, in several calls, so that all ranks can agree in between.
 
-    The steps are :meth:`prepare`, which changes no value, then :meth:`abandon` after an error, or
+    The calls are :meth:`prepare`, which changes no value, then :meth:`abandon` after an error, or
     :meth:`fill` and :meth:`finish`.
 
     Attributes:
@@ -132,7 +132,7 @@ class _Attempt:
         self._wanted: Mapping[TensorName, LocalTensor] = {}
 
     def prepare(self, ranks: Ranks) -> None:
-        """Checks this rank's share of the files, and that the checkpoint fits all objects.
+        """Checks the part of the files that falls to this rank, and that all objects fit.
 
         Raises:
             CheckpointError: A file is damaged, or the checkpoint does not fit.

@@ -88,7 +88,7 @@ def _script_of(_main: ModuleType) -> dict[str, str]:
 
 
 class _Prepared(NamedTuple):
-    """What is the same for the saves of all steps, as long as ranks have the same tensors.
+    """The parts of a save that later saves use again, while ranks have the same tensors.
 
     Attributes:
         plan: Which rank writes which part into which file.
@@ -102,13 +102,13 @@ class _Prepared(NamedTuple):
 
 
 class _Unsettled(NamedTuple):
-    """A save of which not all ranks know yet whether it succeeded.
+    """A save that has begun; not all ranks know yet whether it succeeded.
 
     Attributes:
         ranks: The ranks that save.
         writing: The writing of this rank's part.
-        owner: The right to write, stored so that no other job gets it meanwhile; None if none is
-            needed.
+        owner: The right to write into the folder, which no other job gets meanwhile; None if none
+            is needed.
     """
 
     ranks: Ranks
@@ -117,9 +117,9 @@ class _Unsettled(NamedTuple):
 
 
 def _finish_at_exit() -> None:
-    """Waits for all unsettled saves, and ends the process with an error if a step is lost.
+    """At the end of the process, waits for all saves; a lost step becomes an error exit code.
 
-    It runs when the process ends.
+    It is registered with ``atexit``.
     """
     lost = []
     for run_directory, (_, writing, _) in _unsettled.items():
@@ -247,7 +247,7 @@ class Saver:
 
     @dynamic_mode()
     def settle(self, wait: bool) -> None:
-        """Settles the unsettled save of the folder, if there is one. Collective over its ranks.
+        """Lets all ranks agree whether the last save succeeded, if they have not yet. Collective.
 
         Args:
             wait: Whether to wait until all ranks have written; without it, a save that a rank is
@@ -281,7 +281,7 @@ class Saver:
         ranks.together(activity, lambda: self._acquire() if ranks.rank == 0 else None)
 
     def _acquire(self) -> None:
-        """Makes this process the writer of the folder; see :meth:`FolderOwner.acquire`."""
+        """Makes this process the writer of the folder; raises an error if another one is."""
         if self.owner is not None:
             self.owner.acquire()
 
@@ -319,12 +319,13 @@ class Saver:
     def _facts_for_ranks(
         self, ranks: Ranks, step: int, described: str, state: Mapping[str, Json]
     ) -> dict[str, Json]:
-        """Returns what this rank tells the others about a save; rank 0 also makes the draft.
+        """Returns what this rank tells the others about a save; rank 0 makes the draft's folder.
 
         Args:
             ranks: The ranks of the job.
             step: The number of the step.
-            described: A text for the tensors of this rank; if it changes, the plan is made anew.
+            described: A text that describes the tensors of this rank; if it changes, the plan is
+                made anew.
             state: The state of this rank beside its tensors.
 
         Returns:
@@ -342,7 +343,7 @@ class Saver:
         }
 
     def _make_draft(self, step: int) -> str:
-        """Makes the draft of a step, a new folder into which all ranks write; returns its name."""
+        """Makes a new folder for the draft of a step, which all ranks write; returns its name."""
         self._run_directory.mkdir(parents=True, exist_ok=True)
         self._acquire()
         if not self._cleaned:
@@ -361,13 +362,13 @@ class Saver:
         model: NamedTensors,
         optimizer: str | None,
     ) -> _Prepared:
-        """Returns the plan of a save: that of the last save, unless a rank has other tensors.
+        """Returns the plan of a save: the last save's, unless the tensors of a rank have changed.
 
         Collective over ``ranks`` if the plan is made again.
 
         Args:
             ranks: The ranks of the job.
-            activity: A phrase for messages, as ``saving step 3``.
+            activity: A phrase for messages, such as ``saving step 3``.
             everyone: The result of :meth:`_facts_for_ranks` on each rank.
             local: The tensors of this rank.
             model: The model.
@@ -449,7 +450,7 @@ def _merge_states_text(step: int, everyone: Sequence[Mapping[str, Json]]) -> str
 def _with_replica_statistics(
     ranks: Ranks, activity: str, local: Mapping[TensorName, LocalTensor]
 ) -> Mapping[TensorName, LocalTensor]:
-    """Returns this rank's tensors, and those of its replica's running statistics that differ.
+    """Returns this rank's tensors, and its running statistics unlike those of the first replica.
 
     Each replica has the running statistics of its own part of the data. Those of the first replica
     are saved as the model's. If those of another replica differ, they are saved too, in a group of
@@ -457,7 +458,7 @@ def _with_replica_statistics(
 
     Args:
         ranks: The ranks of the job.
-        activity: A phrase for messages, as ``saving step 3``.
+        activity: A phrase for messages, such as ``saving step 3``.
         local: The tensors of this rank.
 
     Raises:

@@ -40,8 +40,9 @@ class Difference:
 
     Attributes:
         quantity: One of ``QUANTITIES``.
-        name: The parameter, buffer or layer by its fully qualified name, an edge as "edge 0 -> 1",
-            a call as "eval_batch"; "" for a quantity of the whole model.
+        name: The fully qualified name of a parameter, buffer or layer; an edge between two stages
+            such as "edge 0 -> 1"; a call such as "eval_batch"; "" for a quantity of the whole
+            model.
         step: The training step, from 0; of an evaluation, the number of steps before it.
         absolute: Largest absolute difference.
         relative: The absolute difference over the largest absolute value of the reference.
@@ -140,9 +141,9 @@ def compare_values(
 
 
 def leaves(value: Nest, path: str = "") -> dict[str, Any]:
-    """Returns the items of nested containers by their paths, as ``{"[0]['mask']": tensor}``.
+    """Returns the items of nested containers by their paths, such as ``{"[0]['mask']": tensor}``.
 
-    Containers are in it too: under the path of a container is its type.
+    The result also has each container's type, under the container's path.
     """
     if isinstance(value, (tuple, list)):
         parts = [leaves(item, f"{path}[{index}]") for index, item in enumerate(value)]
@@ -187,7 +188,7 @@ def same_numbers(one: np.ndarray, other: np.ndarray) -> bool:
 def zeros_for_missing(
     one: Tensor | None, other: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns two gradients, of which one that is None is replaced by zeros like the other.
+    """Returns two gradients; if only one is None, zeros in the shape of the other replace it.
 
     If both are None, both stay None.
     """
@@ -224,7 +225,7 @@ def gap(ours: np.ndarray, expected: np.ndarray, scale: float | None = None) -> f
 
 
 def numbers_of(tensor: Tensor) -> Any:
-    """Returns the numbers of a tensor as a NumPy array, which has float32 for bfloat16."""
+    """Returns the numbers of a tensor as a NumPy array; bfloat16 becomes float32."""
     with dynamic_mode(), paddle.no_grad():
         # The bits of bfloat16 are the upper half of a float32's.
         tensor = tensor.astype("float32") if _unused_bits(tensor) else tensor
@@ -244,7 +245,7 @@ def unit_of(dtype: DType | np.dtype[np.generic]) -> float:
 
 
 def kind_of(tensor: Tensor | np.ndarray) -> str:
-    """Returns the dtype and the shape of a tensor, as ``float32 [2, 3]``."""
+    """Returns the dtype and the shape of a tensor, such as ``float32 [2, 3]``."""
     return f"{str(tensor.dtype).rpartition('.')[2]} {list(tensor.shape)}"
 
 
@@ -307,7 +308,7 @@ def _ordinal(value: Any) -> int:
 
 
 class Rounding:
-    """Decides whether rounding, as by another order of sums, explains a gradient's difference."""
+    """Decides whether a gradient differs only by rounding, such as another order of sums gives."""
 
     def __init__(
         self, gradients: Mapping[str, Tensor], moved: Callable[[], Mapping[str, Tensor]]
@@ -316,8 +317,8 @@ class Rounding:
 
         Args:
             gradients: The gradients by the names of the parameters.
-            moved: Computes the gradients again, from parameters that are moved by a unit in the
-                last place; it is called only for a difference above ``ROUNDING``.
+            moved: Computes the gradients again, from parameters of which each is changed by a unit
+                in the last place; called only for a difference above ``ROUNDING``.
         """
         self._gradients, self._moved = gradients, moved
         self._moved_gradients: Mapping[str, Tensor] | None = None

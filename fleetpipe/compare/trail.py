@@ -68,13 +68,13 @@ _FIT = "fit"
 
 
 class Summary(NamedTuple):
-    """The description of a tensor or of a plain value in a trail.
+    """A short description of a tensor or plain value, by which two runs of a script are compared.
 
     Attributes:
-        kind: Its dtype and shape, or the type of a plain value.
-        digest: A digest of its bytes.
-        numbers: Its norm; the sum of its numbers, each times a weight of its own; and some of its
-            numbers. Empty for other values than floats, since those do not differ by rounding.
+        kind: The dtype and shape of the tensor, or the type of the plain value.
+        digest: A digest of the value's bytes.
+        numbers: Of a tensor of floats the norm, a weighted sum of all numbers, and some of the
+            numbers; empty for others, which do not differ by rounding.
     """
 
     kind: str
@@ -83,7 +83,7 @@ class Summary(NamedTuple):
 
     @classmethod
     def of_bytes(cls, kind: str, content: bytes | np.ndarray) -> Summary:
-        """Summarizes bytes by their digest alone."""
+        """Returns the summary of bytes, which has their digest and no numbers."""
         return cls(kind, digest_of(content))
 
     @classmethod
@@ -122,11 +122,11 @@ class Summary(NamedTuple):
 
 @dataclass(frozen=True)
 class CallRecord:
-    """One event: a call, and the state of the run after it.
+    """A recorded call of a method of the pipeline or model, and the state of the run after it.
 
     Attributes:
-        call: The name of the method, as ``train_batch``; :data:`BEGIN` for the event before the
-            first call that trains.
+        call: The name of the method, such as ``train_batch``; :data:`BEGIN` for the event before
+            the first call that trains.
         line: The line of the script that called it.
         steps: Training steps so far, this one included.
         values: What the call returned, by the path of each value.
@@ -143,7 +143,7 @@ class CallRecord:
     around: Mapping[str, Summary] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """Returns a line of JSON."""
+        """Returns the event as a line of JSON."""
         return json.dumps(asdict(self))
 
     @property
@@ -215,7 +215,7 @@ class TrailComparison(NamedTuple):
 
     @property
     def rounding(self) -> bool:
-        """Whether the trails differ, but not by more than another order of sums explains."""
+        """Whether the two runs differ, by no more than another order of sums explains."""
         if self.first is None:
             return False
         return self.first.apart <= ROUNDING and self.worst <= _LATER_ROUNDING
@@ -234,22 +234,22 @@ def unseeded_generators(expected: Ranks, again: Ranks) -> frozenset[str]:
     return frozenset(name for name in common if _largest_distance(first[name], second[name]))
 
 
-def compare(expected: Ranks, got: Ranks, but: Collection[str] = ()) -> TrailComparison:
+def compare(expected: Ranks, got: Ranks, skipped: Collection[str] = ()) -> TrailComparison:
     """Compares two runs call by call.
 
-    A value that only some ranks have is compared with the values of those ranks.
+    A value that only some ranks have is compared on these ranks only.
 
     Args:
         expected: The events of each rank of one run.
         got: The events of each rank of the other.
-        but: The names of values that are not compared.
+        skipped: The names of values that are not compared.
     """
     first: TrailDifference | None = None
     worst, steps, calls = 0.0, 0, 0
     length = max(len(events) for events in (*expected, *got))
     for index in range(length):
         pair = _events_at(expected, index), _events_at(got, index)
-        for finding in _find_differences(*pair, but):
+        for finding in _find_differences(*pair, skipped):
             first, worst = first or finding, max(worst, finding.apart)
         if math.isinf(worst):
             break
@@ -263,14 +263,14 @@ def _events_at(ranks: Ranks, index: int) -> list[CallRecord]:
 
 
 def _find_differences(
-    expected: list[CallRecord], got: list[CallRecord], but: Collection[str]
+    expected: list[CallRecord], got: list[CallRecord], skipped: Collection[str]
 ) -> Iterator[TrailDifference]:
     """Yields the differences of one call in two runs, a cause before its effects.
 
     Args:
         expected: The event of each rank of one run.
         got: The event of each rank of the other.
-        but: The names of values that are not compared.
+        skipped: The names of values that are not compared.
     """
     shown = (expected or got)[0]  # the event that the texts name
     where = shown.call if shown.call == BEGIN else f"{shown.call} after {shown.steps} steps"
@@ -283,7 +283,7 @@ def _find_differences(
         first, second = (_summaries_of_ranks(events, field_name) for events in (expected, got))
         # A rank may lack a result; of the model's state, some rank has each tensor.
         both = {**first, **second} if field_name == "state" else [n for n in first if n in second]
-        for name in (name for name in both if name not in but):
+        for name in (name for name in both if name not in skipped):
             apart = _largest_distance(first.get(name, []), second.get(name, []))
             if apart:
                 # In words, what has the name, by the field in which it is.
@@ -462,7 +462,7 @@ class TrailRecorder:
         return result
 
     def _end(self, name: str, line: str, owner: Any, arguments: list[Any], result: Any) -> None:
-        """Writes the event of a call; ends or stops the script after the given steps.
+        """Writes the event of a call; ends or stops the script after its number of steps.
 
         Args:
             name: The name of the method.
@@ -490,7 +490,7 @@ class TrailRecorder:
             raise SystemExit(0)
 
     def _write(self, event: CallRecord) -> None:
-        """Writes an event as a line, at once: the process may be killed."""
+        """Writes an event as a line, and flushes the file, as the process may be killed."""
         self._file.write(event.to_json() + "\n")
         self._file.flush()
 
@@ -501,8 +501,8 @@ def recording(folder: Path, steps: int | None, stop_after: int | None) -> Iterat
 
     Args:
         folder: The folder for this rank's file.
-        steps: As for :class:`TrailRecorder`.
-        stop_after: As for :class:`TrailRecorder`.
+        steps: The number of training steps after which the script ends; None sets no limit.
+        stop_after: The number of training steps after which this process gets SIGTERM.
     """
     rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
     folder.mkdir(parents=True, exist_ok=True)

@@ -75,7 +75,7 @@ _MOST_FILES = 20_000
 def files_in(folder: Path, before: Mapping[Path, tuple[int, int]]) -> Contents:
     """Summarizes the files that a run has made or changed, by relative path.
 
-    Of a checkpoint of fleetpipe its tensors are compared, since its files depend on the ranks.
+    A checkpoint of fleetpipe is summarized by its tensors, since its files depend on the ranks.
 
     Args:
         folder: The working directory of the run.
@@ -136,7 +136,7 @@ def enumerate_lines(lines: Iterable[str]) -> Iterator[tuple[str, Summary]]:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run the script.
+    """A way to run the script: with how many ranks and which options.
 
     Attributes:
         name: The name in the table of results.
@@ -154,16 +154,16 @@ class Variant:
 
 @dataclass
 class VariantRun:
-    """The results of one way, read from its folder.
+    """The results of a run of the script, read from the folder of the run.
 
     Attributes:
-        way: The way that ran.
+        variant: How the script ran.
         folder: The folder of its working directory, its trails and what it printed.
         code: The exit code of the last start.
-        stamps: The stamps of the files in the working directory before the run.
+        stamps: The result of :func:`stamps` for the working directory before the run.
     """
 
-    way: Variant
+    variant: Variant
     folder: Path
     code: int = 0
     stamps: dict[Path, tuple[int, int]] = field(default_factory=dict)
@@ -174,14 +174,14 @@ class VariantRun:
         return self.folder / "run"
 
     def trail(self, start: int = 0) -> trail.Ranks:
-        """Returns the events of each rank, from the first start of the way or from a later one."""
+        """Returns each rank's recorded events of the first start of the script, or a later one."""
         return trail.read(self.folder / f"trail-{start}")
 
     @cached_property
     def printed(self) -> Mapping[str, Any]:
-        """The summaries of the lines that all ranks print, by the keys of :func:`enumerate_lines`.
+        """Summaries of the lines that any rank prints, by the keys of :func:`enumerate_lines`.
 
-        Of lines with one key that several ranks print, the first rank's counts.
+        If several ranks print lines with the same key, it is the summary of the first rank's line.
         """
         logs = sorted((self.folder / "logs").glob("workerlog.*")) or [self.folder / "stdout"]
         lines_of_ranks: dict[str, Any] = {}
@@ -206,38 +206,41 @@ class VariantRun:
         errors = [line for line in lines if _ERROR.match(line)]
         return (errors or lines or [""])[-1]
 
-    def tail(self, most: int = 8) -> str:
-        """Returns the last ``most`` lines that the script printed."""
+    def tail(self, count: int = 8) -> str:
+        """Returns the last ``count`` lines that the script printed."""
         text = "".join(
             (self.folder / name).read_text("utf-8", errors="replace")
             for name in ("stdout", "stderr")
         )
-        return "\n".join(text.splitlines()[-most:])
+        return "\n".join(text.splitlines()[-count:])
 
 
-def run(way: Variant, script: Sequence[str], folder: Path, limit: float | None) -> VariantRun:
-    """Runs a way to its end.
+def run(variant: Variant, script: Sequence[str], folder: Path, limit: float | None) -> VariantRun:
+    """Runs the script once, with the ranks and the options of a variant, to its end.
 
     Args:
-        way: The way.
+        variant: The number of ranks, the options, and whether to stop and start the script again.
         script: The script and its arguments, as on a command line.
         folder: The folder for the run, which is created.
-        limit: Seconds that it may take; None sets no limit.
+        limit: Seconds that the run may take; None sets no limit.
 
     Returns:
         The results; the exit code is 124 if the limit has ended the run.
     """
-    done = VariantRun(way, folder)
+    # The files before the run are noted, so that ``files`` tells which the script has written.
+    done = VariantRun(variant, folder)
     _link_files(Path.cwd(), done.working_directory)
     done.stamps = stamps(done.working_directory)
     # The options of each start: the first is stopped if there is a second.
-    stops = [("--stop-after", str(way.stop_after)), ()] if way.stop_after else [()]
+    stops = [("--stop-after", str(variant.stop_after)), ()] if variant.stop_after else [()]
     for start, stop in enumerate(stops):
-        command = [sys.executable, "-m", "fleetpipe", "parity", *way.options, *stop]
-        if "--report" not in way.options:  # which compares with one device, and records no trail
+        command = [sys.executable, "-m", "fleetpipe", "parity", *variant.options, *stop]
+        if (
+            "--report" not in variant.options
+        ):  # which compares with one device, and records no trail
             command += ["--record", str(folder / f"trail-{start}")]
-        if way.ranks > 1:
-            command += ["--nproc", str(way.ranks), "--log-dir", str(folder / "logs")]
+        if variant.ranks > 1:
+            command += ["--nproc", str(variant.ranks), "--log-dir", str(folder / "logs")]
         done.code = _run_process([*command, *script], done, limit)
         if done.code == _TIMED_OUT:
             break
@@ -245,11 +248,11 @@ def run(way: Variant, script: Sequence[str], folder: Path, limit: float | None) 
 
 
 def _run_process(command: Sequence[str], done: VariantRun, limit: float | None) -> int:
-    """Runs a command in the working directory of a run, and appends what it prints to the run.
+    """Runs a command in a run's working directory; appends its output to the files of the run.
 
     Args:
         command: The command.
-        done: The run.
+        done: The run, whose folder has the files.
         limit: Seconds that the command may take; None sets no limit.
 
     Returns:
@@ -312,8 +315,8 @@ class WayVerdict:
     """A row of the table of results.
 
     Attributes:
-        way: The name of the way.
-        passed: Whether the way agrees with the first one.
+        way: The name of the way to run the script, such as "4 ranks".
+        passed: Whether the run agrees with the one in the first row.
         verdict: The result in words.
     """
 
@@ -323,7 +326,7 @@ class WayVerdict:
 
 
 def compare_ways(options: argparse.Namespace) -> int:
-    """Runs the script in each way, and prints a row for each.
+    """Runs the script in each way (ranks and options), and prints a row for each.
 
     Returns:
         0 if every way agrees with the first, 1 if one does not.
@@ -346,7 +349,7 @@ def compare_ways(options: argparse.Namespace) -> int:
 
 
 def _run_ways(options: argparse.Namespace, folder: Path) -> Iterator[WayVerdict]:
-    """Runs one way after another in a folder, and yields the row of each.
+    """Runs the script in one way (ranks and options) after another; yields a row for each.
 
     Raises:
         UsageError: The script fails by itself, or trains no pipeline.
@@ -369,23 +372,25 @@ def _run_ways(options: argparse.Namespace, folder: Path) -> Iterator[WayVerdict]
     trained = first.trail()[0][-1].steps
     yield WayVerdict("one process", True, f"{trained} steps, {len(first.trail()[0])} calls")
 
-    def run_way(number: int, way: Variant) -> VariantRun:
-        """Runs a way in the folder with a number."""
-        return run(way, script, folder / str(number), limit)
+    def run_variant(number: int, variant: Variant) -> VariantRun:
+        """Runs the script as a variant, in the folder with a number."""
+        return run(variant, script, folder / str(number), limit)
 
-    again = run_way(0, Variant("one process, again", options=limited))
+    again = run_variant(0, Variant("one process, again", options=limited))
     judge = Judge(first, again)
     yield judge.verdict_of(again)
     if ranks > 1:
-        yield judge.verdict_of(run_way(1, Variant(f"{ranks} ranks", ranks, limited)))
-    way = Variant("one device", options=(*limited, "--report", str(folder / "2" / "report.json")))
-    yield _compare_with_one_device(run_way(2, way))
+        yield judge.verdict_of(run_variant(1, Variant(f"{ranks} ranks", ranks, limited)))
+    variant = Variant(
+        "one device", options=(*limited, "--report", str(folder / "2" / "report.json"))
+    )
+    yield _compare_with_one_device(run_variant(2, variant))
     if trained > 1:
-        way = Variant("stopped and resumed", 1, limited, stop_after=trained // 2)
-        yield judge.verdict_of_restart(run_way(3, way))
+        variant = Variant("stopped and resumed", 1, limited, stop_after=trained // 2)
+        yield judge.verdict_of_restart(run_variant(3, variant))
     for number, change in enumerate(changes, 4):
-        way = Variant(change.text, change.ranks, (*limited, "--set", change.text))
-        yield judge.verdict_of(run_way(number, way))
+        variant = Variant(change.text, change.ranks, (*limited, "--set", change.text))
+        yield judge.verdict_of(run_variant(number, variant))
 
 
 class Judge:
@@ -399,7 +404,7 @@ class Judge:
 
         Args:
             first: The results of the first way.
-            again: Those of the second run of the same way.
+            again: The results of the second run of the same way.
         """
         #: The events of the first way, by rank; it has one.
         self._trail = first.trail()
@@ -420,20 +425,22 @@ class Judge:
         }
 
     def verdict_of(self, done: VariantRun) -> WayVerdict:
-        """Returns the row of a way that ran to its end."""
+        """Returns the table's row for a run that ended by itself."""
         got = done.trail()
         comparison = compare(self._trail, got, self._unseeded) if any(got) else None
         return self._verdict(done, comparison, self._describe_failure(done))
 
     def verdict_of_restart(self, done: VariantRun) -> WayVerdict:
-        """Returns the row of a way that was stopped in the middle, and started again."""
+        """Returns the table's row for a run that was stopped in the middle, and started again."""
         # The events of the only rank, before the stop and after it.
         before, after = ((done.trail(start) or [[]])[0] for start in (0, 1))
         wrong = self._describe_failure(done)
         if not after:
             return self._verdict(done, None, wrong or "the second start has trained nothing")
         if compare(self._trail, [after], self._unseeded).first is None:
-            return WayVerdict(done.way.name, not wrong, wrong or "begins anew, in the same bits")
+            return WayVerdict(
+                done.variant.name, not wrong, wrong or "begins anew, in the same bits"
+            )
         steps, expected = len(_training_steps(before)), _training_steps(self._trail[0])
         # The state with which the second start begins is that of the last step before the stop.
         begins = [replace(event, around={}) for event in after if event.call == BEGIN]
@@ -451,15 +458,15 @@ class Judge:
     def _verdict(
         self, done: VariantRun, comparison: TrailComparison | None, wrong: str
     ) -> WayVerdict:
-        """Returns the row of a way.
+        """Returns the row of a run for the table of results.
 
         Args:
             done: The results of the way.
-            comparison: The comparison of its trail with that of the first way; None if it has no
-                trail.
+            comparison: The comparison of the run's events with those of the first way; None if no
+                event was recorded.
             wrong: The failure of the run in words; "" if it has not failed.
         """
-        name, first = done.way.name, comparison and comparison.first
+        name, first = done.variant.name, comparison and comparison.first
         if comparison is None or wrong:
             shown = f"{first}; " if first else ""
             return WayVerdict(name, False, f"DIFFERS: {shown}{wrong or 'no call of a pipeline'}")
@@ -480,8 +487,8 @@ class Judge:
 
         Args:
             done: The results of the way.
-            exact: Whether its calls have the same bits as the first way's. If they differ by
-                rounding, only what has numbers is compared: rounding changes every other summary.
+            exact: Whether the calls have the same bits as the first way's. If they differ by
+                rounding, only summaries with numbers are compared: rounding changes every other.
         """
         for path, content in self._files.items():
             here = done.files.get(path)
@@ -502,17 +509,17 @@ class Judge:
 
 
 def _training_steps(events: Sequence[CallRecord]) -> list[CallRecord]:
-    """Returns the events that train; evaluations around a stop may run twice."""
+    """Returns the events that train: only these are the same when a run is stopped and resumed."""
     return [event for event in events if event.trains]
 
 
 def _compare_with_one_device(done: VariantRun) -> WayVerdict:
-    """Returns the row of the way on one device, from the reports of ``fleetpipe parity``."""
+    """Returns the table's row for the run that ``fleetpipe parity`` compared with one device."""
     reports = done.reports()
     if not reports:
         why = done.error().removeprefix("fleetpipe: ")
-        return WayVerdict(done.way.name, True, f"not compared: {why}")
+        return WayVerdict(done.variant.name, True, f"not compared: {why}")
     passed = all(report["passed"] for report in reports) and not done.code
     bits = "equal in every bit" if all(one["bit_exact"] for one in reports) else "equal to rounding"
     first = next((one["first_difference"] for one in reports if not one["passed"]), done.error())
-    return WayVerdict(done.way.name, passed, bits if passed else f"DIFFERS: {first}")
+    return WayVerdict(done.variant.name, passed, bits if passed else f"DIFFERS: {first}")

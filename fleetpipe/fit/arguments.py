@@ -56,7 +56,7 @@ def require_prepared(
 
 
 def require_numbers(**numbers: int | None) -> None:
-    """Checks arguments of ``Model``'s methods, by name; only ``num_iters`` may be None.
+    """Checks that numbers, by argument name, are large enough; only ``num_iters`` may be None.
 
     Raises:
         ConfigError: An argument is no whole number, or too small.

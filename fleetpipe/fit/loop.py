@@ -75,7 +75,7 @@ class Loop:
             eval_freq: Epochs from one evaluation to the next.
 
         Returns:
-            The numbers of each epoch that this call trained, by name.
+            By name (``"loss"`` and metrics), a number for each epoch that this call trained.
         """
         logs: Logs = {}
         history: defaultdict[str, list[float]] = defaultdict(list)
@@ -171,7 +171,7 @@ class Loop:
         return self._reset_metrics()
 
     def evaluate(self, source: BatchSource) -> Logs:
-        """Returns the mean loss of all rows, and the metrics of all batches."""
+        """Evaluates all batches; returns the mean loss of all rows, and the metrics."""
         self._model.mode, limit = "eval", self.left
         steps = source.steps if limit is None else min(limit, source.steps or limit)
         self._loss_sum = self._weights = 0.0
@@ -192,7 +192,7 @@ class Loop:
         return logs
 
     def predict(self, source: BatchSource) -> list[list[np.ndarray]]:
-        """Returns the outputs of each batch."""
+        """Runs the model on all batches; returns the outputs of each batch."""
         self._model.mode = "test"
         self._call_callbacks("on_begin", "predict", {"steps": source.steps})
         outputs = []
@@ -252,7 +252,7 @@ class Loop:
     def _report_batch(
         self, mode: str, step: int, rows: Rows, loss: float | None, weight: float | None = None
     ) -> None:
-        """Updates the logs for a batch, calls the callbacks, and passes the numbers to the job.
+        """Updates the logs for a batch, calls the callbacks, and reports the numbers to the job.
 
         Args:
             mode: "train" or "eval".

@@ -32,7 +32,7 @@ class Rows(NamedTuple):
         inputs: Tensors [rows, ..] for the first stage.
         labels: Tensors [rows, ..] for the loss.
         rows: The number of rows.
-        real: The number of rows that count, the first ones; the others repeat rows, so that all
+        real: How many of the rows count: the first ones. The others repeat rows, so that all
             replicas have batches of one size.
         everywhere: The number of rows that count in all replicas together.
     """
@@ -64,7 +64,7 @@ class RowCut(NamedTuple):
 
     @property
     def weights(self) -> list[Fraction]:
-        """The share of each micro-batch in a mean over rows."""
+        """The fraction of the rows in each micro-batch, its weight in a mean over rows."""
         return [Fraction(rows, sum(self.rows)) for rows in self.rows]
 
 
@@ -161,7 +161,7 @@ def as_tensor(value: Nest) -> Tensor:
 
 
 class Criterion(paddle.nn.Layer):
-    """The loss function of a pipeline, which also runs the metrics' ``compute``."""
+    """The loss function of a ``Model``'s pipeline; it also calls ``compute`` of the metrics."""
 
     def __init__(
         self, loss: Callable[..., Nest] | None, counting: MetricCounter, in_parts: bool = False
@@ -184,14 +184,14 @@ class Criterion(paddle.nn.Layer):
     def declares(self) -> Callable[..., Nest] | None:
         """The user's loss function, which may declare over how many positions it takes the mean.
 
-        The pipeline asks for it when it weights micro-batches by their tokens.
+        The pipeline reads this when it weights micro-batches by their tokens.
         """
         return self._loss
 
     def __call__(self, output: Nest, label: Nest) -> Tensor:
         """Returns the loss of one micro-batch.
 
-        It runs no hooks of a Layer: the search for them takes half as long as a loss.
+        Hooks of a Layer do not run: the search for them takes half as long as a loss.
         """
         columns = [*([output] if self._in_parts else as_list(output)), *as_list(label)]
         self._counting.compute(columns)

@@ -135,12 +135,12 @@ class Model(paddle.Model):
 
     @property
     def metric_names(self) -> list[str]:
-        """The names in logs: the loss, and each value of the metrics."""
+        """The names of the numbers in logs: the loss, and each value of the metrics."""
         return [*(["loss"] if self._criterion is not None else []), *metric_names_of(self._metrics)]
 
     @property
     def micro_batch_losses(self) -> list[float]:
-        """The share of each micro-batch in the last training loss, a mean over the replicas."""
+        """What each micro-batch added to the last training loss, averaged over the replicas."""
         return self._require_runner().shares
 
     @property
@@ -172,7 +172,7 @@ class Model(paddle.Model):
         return self._job.leads("pp") and last
 
     def gather(self, value: Nest) -> list[Nest]:
-        """Returns the values that all ranks of the job pass, by rank, on every rank. Collective.
+        """Returns on every rank the values that all ranks of the job pass, by rank. Collective.
 
         Args:
             value: Tensors and plain values in tuples, lists and dicts.
@@ -185,7 +185,7 @@ class Model(paddle.Model):
 
         Args:
             inputs: A Tensor or an array, or a list of them.
-            labels: As the inputs.
+            labels: The labels, in the same form.
             update: Must be True: a pipeline steps once for each batch.
 
         Returns:
@@ -247,7 +247,7 @@ class Model(paddle.Model):
         Args:
             train_data: A ``Dataset``, of which each replica reads a part, or anything that yields
                 batches of this replica: a ``DataLoader``, a list.
-            eval_data: As ``train_data``; evaluated at the end of epochs.
+            eval_data: The data to evaluate at the end of epochs, in a form of ``train_data``.
             batch_size: Rows of a batch of one replica, if the data is a ``Dataset``; a pair for
                 training and evaluation.
             epochs: Passes over the training data.
@@ -318,10 +318,15 @@ class Model(paddle.Model):
             callbacks = [callback for callback in as_list(callbacks) if callback]
             if not any(isinstance(callback, PipelineCheckpoint) for callback in callbacks):
                 callbacks.append(PipelineCheckpoint(None, save_steps, save_freq))
-        shown: Any = {"log_freq": log_freq, "verbose": verbose}
-        saved: Any = {"save_freq": save_freq, "save_dir": save_dir}
         callback_list = build_callback_list(
-            self, callbacks, epochs=epochs, steps=steps, **shown, **saved
+            self,
+            callbacks,
+            epochs=epochs,
+            steps=steps,
+            log_freq=log_freq,
+            save_freq=save_freq,
+            save_dir=save_dir,
+            verbose=verbose,
         )
 
         position = Position(runner, source, callback_list.callbacks)
@@ -466,7 +471,7 @@ class Model(paddle.Model):
 
         Args:
             input_size: Ignored: it is in Paddle's signature, and ``batch`` has the shapes.
-            dtype: Ignored, as ``input_size``.
+            dtype: Ignored, like ``input_size``.
             batch: ``(inputs, labels)`` of a batch, to measure how many bytes a forward of one
                 micro-batch leaves allocated in each stage. It runs three times; parameters, random
                 states and metrics are not changed.
@@ -496,7 +501,7 @@ class Model(paddle.Model):
         return make_batch_source(data, batch_size, inputs, self._job, loads=loads, **options)
 
     def _rows_of_batch(self, inputs: Nest, labels: Nest) -> Rows:
-        """Returns the batch that a user passes to ``train_batch`` and the like."""
+        """Returns the inputs and labels that a user passes to ``train_batch`` as a batch."""
         columns = as_list(inputs)
         degrees = self._job.degrees
         item = [*columns, *as_list(labels)]

@@ -94,7 +94,7 @@ def pipeline_of(
 
 
 def single_model_of(network: PipelineLayer) -> Layer:
-    """Returns a copy of the whole model in this process; its values are not the pipeline's.
+    """Returns the whole model in this process, without the pipeline's values of parameters.
 
     Raises:
         ConfigError: The pipeline was cut from a plain model, of which this rank has only a part.
@@ -114,8 +114,8 @@ def single_model_of(network: PipelineLayer) -> Layer:
 def counted_names(network: PipelineLayer) -> dict[str, str]:
     """Returns the counted name of each parameter and buffer of the single model.
 
-    They are the names in a process that builds this model first. A vocabulary head's tensor has the
-    name of its first shard.
+    A counted name, such as ``linear_0.w_0``, is Paddle's in a process that builds this model first.
+    A vocabulary head's tensor has the name of its first shard.
     """
     if isinstance(network, CapturedPipeline):
         return {**_counted_names_of(network.plain), **network.head_names}
@@ -133,7 +133,7 @@ def _counted_names_of(model: Layer) -> dict[str, str]:
 
 
 def _files_of(path: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """Returns the files of parameters and state of a path, which may have the ending of one."""
+    """Returns the files for parameters and optimizer of a path, given with an ending or without."""
     name = os.fspath(path).removesuffix(PARAMETERS).removesuffix(STATE)
     return Path(name + PARAMETERS), Path(name + STATE)
 
@@ -280,11 +280,11 @@ def load_optimizer_state(path: str, pipeline: PipelineParallel, optimizer: Optim
 def _optimizer_state_to_save(
     full_tensors: Mapping[parts.TensorName, Tensor], names: Mapping[str, str], optimizer: Optimizer
 ) -> dict[str, Nest]:
-    """Returns the state dict of an optimizer as Paddle's ``state_dict`` does, with counted names.
+    """Returns an optimizer's state dict with Paddle's names, such as ``linear_0.w_0_moment1_0``.
 
     Args:
         full_tensors: All tensors of the model and the optimizer, on the first rank.
-        names: The counted name of each parameter, by fully qualified name.
+        names: Paddle's name of each parameter, by fully qualified name.
         optimizer: The optimizer; None for an empty dict.
     """
     if optimizer is None:
@@ -308,11 +308,11 @@ def _optimizer_state_to_save(
 
 
 def _full_names_by_counted(path: Path, network: PipelineLayer) -> dict[str, str]:
-    """Returns the fully qualified name of each parameter, by its counted name in a file.
+    """Returns the fully qualified name of each parameter, by Paddle's name in a file.
 
     Args:
-        path: The file of the parameters, which has both names. If its fully qualified names are
-            not the model's, they are matched by their order.
+        path: The file of the parameters, which has both names. If the model has other fully
+            qualified names, parameters are matched by their order.
         network: The model.
     """
     names = [slot.name for slot in network.state.whole_slots()]
@@ -330,7 +330,7 @@ def _arrays_by_checkpoint_name(
 
     Args:
         contents: The contents of the file.
-        names: The fully qualified name of each parameter, by counted name.
+        names: The fully qualified name of each parameter, by Paddle's name.
         prefix: The prefix of the names of the optimizer's state.
 
     Raises:
@@ -360,7 +360,7 @@ def _arrays_by_checkpoint_name(
 def gather_model(job: Job, model: Layer, optimizer: Optimizer) -> dict[TensorName, Tensor]:
     """Returns copies of all full tensors on the first rank of the job; an empty dict on others.
 
-    Collective, as :func:`joined_on_first` is.
+    Collective over the job.
 
     Args:
         job: The job.

@@ -45,10 +45,11 @@ class BatchSource:
     """A source of batches.
 
     Attributes:
-        loader: Yields items (batches of this replica): a list, a generator or a loader.
-        samples: The rows of the whole dataset, if it is read in order; None if every row of an item
-            counts.
-        together: The rows of an item in all replicas together, if ``samples`` is known.
+        loader: A list, a generator or a loader of items, each a batch of this replica.
+        samples: The number of rows of the whole dataset, if it is read in order; None if every row
+            of an item counts.
+        together: The number of rows that all replicas' items of one batch have, if ``samples`` is
+            known.
         inputs: The number of columns of an item that are inputs.
         job: The job.
         loads: Whether items have the samples; if not, they have only the samples' numbers.
@@ -116,7 +117,7 @@ class BatchSource:
                 yield rows
 
     def _rows_of(self, item: Nest, left: int | None) -> Rows:
-        """Returns an item as a batch of this replica; see :func:`batch_from_item` for ``left``."""
+        """Returns an item as a batch; ``left`` rows of the dataset are left, None if unknown."""
         replicas, inputs = self.job.degrees.replicas, self.inputs if self.loads else 0
         rows = batch_from_item(item, inputs, self.job.replica, replicas, left)
         return rows if self.loads else rows._replace(inputs=(), labels=())
@@ -138,7 +139,7 @@ class BatchSource:
                 states.put_back()
 
     def _rows_of_all_replicas(self, rows: Rows | None, number: int) -> Rows | None:
-        """Returns a batch with the rows of all replicas counted. Collective over the job.
+        """Returns a batch with the number of all replicas' rows added. Collective over the job.
 
         Args:
             rows: This rank's batch; None if its data have ended.
@@ -299,11 +300,11 @@ class Position:
             metric.reset()
 
     def save_metric_states(self) -> None:
-        """Stores the metrics' states for the next checkpoint, whatever batches follow."""
+        """Stores the metrics' states for the next checkpoint, before more batches change them."""
         self._saved_metric_states = self._metric_states()
 
     def next_epoch(self) -> None:
-        """Moves to the begin of the next epoch."""
+        """Moves the position to the begin of the next epoch."""
         self.epoch, self.step = self.epoch + 1, 0
         self._source.next_epoch()
 
@@ -325,7 +326,7 @@ class Position:
         }
 
     def set_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sets epoch, batch and metrics to saved ones; :meth:`restore_callbacks` must follow.
+        """Restores epoch, batch and metrics; :meth:`restore_callbacks` must follow.
 
         Raises:
             CheckpointError: The position belongs to other data; no value has changed.
@@ -378,7 +379,8 @@ class Position:
     def _callbacks_by_name(self, on_this_rank_alone: bool = False) -> dict[str, Any]:
         """Returns the callbacks that run on all ranks, or those on this rank alone, by name.
 
-        A name is the callback's class, its rank if it runs on one, and a number among its equals.
+        A name has the callback's class, the rank if it runs on one only, and a number among
+        callbacks of that class.
         """
         callbacks: dict[str, Any] = {}
         counts: Counter[str] = Counter()

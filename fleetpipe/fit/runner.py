@@ -323,12 +323,12 @@ class Runner:
 
 
 def _on_host(shares: Tensor) -> Nest:
-    """Returns a tensor as a NumPy array; the tensor itself if NumPy does not have its dtype."""
+    """Returns a tensor as a NumPy array, or the tensor itself if NumPy lacks its dtype."""
     return shares.numpy() if shares.dtype in (paddle.float32, paddle.float64) else shares
 
 
 def _sum_in_order(shares: Nest) -> Nest:
-    """Returns the sum of the shares of micro-batches, added one after another as a batch's loss.
+    """Returns a batch's loss: the sum of what each micro-batch adds to it, in their order.
 
     Args:
         shares: An array or a tensor of shape [micro-batches].
@@ -360,7 +360,7 @@ def _require_rows(outputs: Sequence[Tensor], rows: int) -> None:
 def _require_loss_by_shards(
     pipeline: PipelineParallel, loss: Callable[..., Nest] | None, metrics: Sequence[Metric]
 ) -> None:
-    """Raises ConfigError if a loss or metrics need the full logits of a vocabulary head."""
+    """Raises ConfigError if the loss or a metric needs a vocabulary head's logits as one tensor."""
     if metrics:
         raise ConfigError(
             "metrics count outputs, and no rank has the whole logits of a vocabulary head",

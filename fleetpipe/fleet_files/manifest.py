@@ -60,7 +60,7 @@ class LayerFile(NamedTuple):
 
     @property
     def stem(self) -> str:
-        """The begin of the file's name, which all shards have in common."""
+        """The begin of the file's name, which is the same for all shards of the layer."""
         chunk = "" if self.chunk is None else f"-virtual_pp_stage_{self.chunk:02d}"
         return f"layer_{self.number:02d}{chunk}"
 
@@ -148,8 +148,8 @@ class LayerSave(NamedTuple):
 def link_replaced_files(folder: Path, writer: Writer, names: Collection[str]) -> None:
     """Links the files of older saves that a rank will replace into the backup folders.
 
-    The links keep the older save complete until :func:`write` removes them. The manifests that the
-    rank will replace, and those that no rank of the new save has, are linked too.
+    The links keep the older save complete until :func:`write` removes the links. The manifests that
+    the rank will replace, and those that no rank of the new save has, are linked too.
 
     Args:
         folder: The folder of the files; if it does not exist there is nothing to link.
@@ -253,7 +253,7 @@ def _link_or_copy(file: Path, link: Path) -> None:
 
 
 def _mixed_error(folder: Path, got: str) -> CheckpointError:
-    """Returns the error for a folder without a complete save; ``got`` says what was found."""
+    """Returns the error for a folder without a complete save; ``got`` says what it has instead."""
     return CheckpointError(
         "the folder has layers of two saves",
         where=str(folder),

@@ -82,14 +82,15 @@ def read(file: BinaryIO, records: Collection[str] = (), *, leave_arrays: bool = 
         file: The file, open for reading, at its begin.
         records: Full names of classes of which the file may have objects; each is read as a
             :class:`PickledObject`.
-        leave_arrays: Whether large arrays are left in the file, as :class:`ArrayLocation`.
+        leave_arrays: Whether large arrays stay in the file: an :class:`ArrayLocation` stands for
+            each.
 
     Returns:
         Dicts, lists, tuples, numbers, strings, and arrays in place of tensors. An array may share
         the file's bytes and be read-only; bfloat16 is read as uint16 with its bits.
 
     Raises:
-        Refused: The file has something else.
+        Refused: The file has something that ``paddle.save`` does not write.
         ValueError: The file is no pickle, or ends early.
     """
     machine = _Machine(_Bytes(file), records, leave_arrays)
@@ -230,14 +231,14 @@ class _Machine(_Python):  # type: ignore[misc]
         self.read(8)
 
     def load_reduce(self) -> None:
-        """Calls an allowed function."""
+        """Calls the function on the stack, if it is an allowed one, and pushes its result."""
         arguments, call = self.stack.pop(), self.stack.pop()
         if not isinstance(call, FunctionType) or type(arguments) is not tuple:
             raise Refused("a call of something that is no function")
         self.append(call(*arguments))
 
     def load_newobj(self) -> None:
-        """Begins an object of an allowed class."""
+        """Begins an object of the class on the stack, if that is an allowed one."""
         arguments, kind = self.stack.pop(), self.stack.pop()
         if not isinstance(kind, _ClassName) or arguments != ():
             raise Refused("an object of something else than a class of records")
@@ -254,7 +255,7 @@ class _Machine(_Python):  # type: ignore[misc]
         self.append(self._read_or_skip(count))
 
     def load_build(self) -> None:
-        """Gives an unbuilt array, dtype or object its state."""
+        """Builds the array, dtype or object on the stack from the state on top of it."""
         state = self.stack.pop()
         if not isinstance(self.stack[-1], _Unbuilt):
             raise Refused("a state of something else than an array")
@@ -329,14 +330,14 @@ def _build_scalar(dtype: Pickled, data: Pickled) -> Pickled:
 
 
 def _encoded_bytes(text: str = "", encoding: str = "latin1") -> bytes:
-    """Replaces ``_codecs.encode``, by which protocol 2 has bytes: encodes a text as Latin-1."""
+    """Replaces ``_codecs.encode``, which protocol 2 calls for bytes: encodes a text in Latin-1."""
     if encoding != "latin1":
         raise Refused("a text in another encoding than latin1")
     return text.encode("latin1")
 
 
 def _named_tensor(pair: Pickled) -> _Unbuilt:
-    """Replaces ``tuple``, by which Paddle saves a pair of name and array; returns the array."""
+    """Replaces ``tuple``, which Paddle's pickles call on a name and an array; returns the array."""
     name, array = pair
     if not isinstance(name, str) or not isinstance(array, _Unbuilt):
         raise Refused("a tuple that is no tensor")
@@ -344,9 +345,9 @@ def _named_tensor(pair: Pickled) -> _Unbuilt:
 
 
 def _static_tensor(expression: Pickled, names: Pickled) -> _Unbuilt:
-    """Replaces ``eval``: returns the array of the one call that Paddle saves.
+    """Replaces ``eval``: returns the array of the only call of it that Paddle's pickles have.
 
-    It is ``eval("data", {"data": array})``; any other expression is refused.
+    The call is ``eval("data", {"data": array})``; any other expression is refused.
     """
     if expression != "data" or not isinstance(names["data"], _Unbuilt):
         raise Refused("an expression to evaluate")
@@ -355,7 +356,7 @@ def _static_tensor(expression: Pickled, names: Pickled) -> _Unbuilt:
 
 
 def _refuse_array_type(*_: object) -> Pickled:
-    """Stands for ``numpy.ndarray``, which a pickle of an array names and may not call."""
+    """Stands for ``numpy.ndarray``, which a pickle of an array names, and refuses to be called."""
     raise Refused("a call of the type of arrays")
 
 
@@ -384,7 +385,7 @@ def _build_values(
     """Replaces each :class:`_Unbuilt` in a value by the array that it has built.
 
     Args:
-        value: A value of the machine; an item that it has twice is converted once.
+        value: A value that the unpickler has built; an item that is in it twice is converted once.
         results: What this function has returned for each container so far, by its ``id()``.
         depth: The number of containers around the value.
 

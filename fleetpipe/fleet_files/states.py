@@ -78,8 +78,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Nest]:
     Returns:
         The saved values, with tensors on the current device.
 
-    Raises:
-        CheckpointError: The file is missing, unreadable, or holds something else.
+    Raises: CheckpointError: The file is missing, unreadable, or holds something else.
     """
     contents: dict[str, Nest] = _with_tensors(load_arrays(path), {})
     return contents
@@ -177,7 +176,7 @@ def _read_guarded(path: str | os.PathLike[str], read: Callable[[BinaryIO], Conte
 
 
 def _describe_begin(name: str) -> str:
-    """Returns the size of a file, and what its first bytes say it is, for an error."""
+    """Returns a text for an error: the size of a file, and its kind by its first bytes."""
     with open(name, "rb") as file:
         begin = file.read(64)
     size = os.path.getsize(name)
@@ -196,7 +195,7 @@ def _pickled_dict(
 
     Args:
         file: The file, open for reading.
-        leave_arrays: Whether large arrays are left in the file; see :func:`pickled.read`.
+        leave_arrays: Whether large arrays stay in the file, and their location stands for each.
 
     Returns:
         The values by name, and for tensors of parameters the name that Paddle counted.
@@ -217,7 +216,7 @@ def _pickled_dict(
 def _with_tensors(value: Nest, converted: dict[int, Nest]) -> Nest:
     """Returns a nested value with tensors for its arrays; a repeated item is converted once.
 
-    ``converted`` has the results so far, by the identity of the items.
+    ``converted`` has the results so far, by the ``id()`` of the items.
     """
     if id(value) not in converted:
         if isinstance(value, np.ndarray):

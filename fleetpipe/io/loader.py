@@ -60,18 +60,19 @@ class DataLoader(paddle.io.DataLoader):
             return_list: As in Paddle.
             batch_sampler: For a dataset with a length. By default a
                 :class:`~fleetpipe.io.DistributedBatchSampler` made of the following arguments,
-                which gives each replica of the job its own samples. One without ``state_dict`` and
-                ``set_state_dict`` may be read, but not saved.
+                which gives each replica of the job its own samples. The position of a sampler
+                without ``state_dict`` and ``set_state_dict`` cannot be saved.
             batch_size: Rows of a batch of one replica; None if the dataset's items are batches.
             shuffle: Whether the default batch sampler shuffles.
-            drop_last: Whether it drops an incomplete last batch.
+            drop_last: Whether the default batch sampler drops an incomplete last batch.
             collate_fn: As in Paddle.
             num_workers: As in Paddle. An iterable that is not a ``paddle.io.IterableDataset`` needs
                 0.
             seed: The seed of the order, and of the :func:`~fleetpipe.io.sample_generator` of each
                 sample.
-            options: Paddle's others, by name: ``use_buffer_reader``, ``prefetch_factor``,
-                ``use_shared_memory``, ``timeout``, ``worker_init_fn``, ``persistent_workers``.
+            options: Other arguments of Paddle's loader, by name: ``use_buffer_reader``,
+                ``prefetch_factor``, ``use_shared_memory``, ``timeout``, ``worker_init_fn``,
+                ``persistent_workers``.
 
         Raises:
             ConfigError: ``seed`` or ``batch_size`` is not a whole number.
@@ -114,7 +115,7 @@ class DataLoader(paddle.io.DataLoader):
             self._position = sampled
 
     def __iter__(self) -> Any:
-        """Yields the batches of the next epoch, or the rest of a restored one.
+        """Yields the batches of the next epoch, or the rest of a restored epoch.
 
         A batch counts as taken when it is yielded: save after the step that trained on it. An error
         of the dataset is raised here, in place of the batch that failed.
@@ -140,7 +141,7 @@ class DataLoader(paddle.io.DataLoader):
             epoch: The number of the epoch, from 0.
 
         Raises:
-            ConfigError: ``epoch`` is not such a number.
+            ConfigError: ``epoch`` is no whole number from 0.
         """
         self._resumable().set_epoch(epoch)
 
@@ -156,20 +157,20 @@ class DataLoader(paddle.io.DataLoader):
         """Makes the next iteration continue at a saved position.
 
         Args:
-            state: A result of :meth:`state_dict`. Over an iterable it must have been saved with the
-                same batch size, workers and replicas; the batches up to there are loaded again and
-                dropped.
+            state: A result of :meth:`state_dict`. For an iterable it must have been saved with the
+                same batch size, workers and replicas; the batches before the position are loaded
+                again and dropped.
 
         Raises:
-            CheckpointError: It is not such a state, or was saved for other data; nothing has
-                changed.
+            CheckpointError: ``state`` is not the state of a loader, or was saved for other data;
+                nothing has changed.
             UsageError: The batch sampler cannot restore a position.
         """
         self._resumable().set_state_dict(state)
 
     @property
     def random_of_pass(self) -> Pass | None:
-        """The random states at the begin of a pass over data without indices; None with indices."""
+        """The random states at the begin of a pass over an iterable; None for indexed data."""
         return getattr(self._position, "random_of_pass", None)
 
     def _resumable(self) -> SampledBatches | SequentialBatches:

@@ -32,7 +32,7 @@ def checked_fields(state: Any, kinds: Mapping[str, type], owner: str) -> dict[st
     Args:
         state: The saved position.
         kinds: The type of each field; an int is at least 0.
-        owner: What has such positions, for errors: the name of a class.
+        owner: The name of the class that has such positions, for errors.
 
     Raises:
         CheckpointError: A field is missing, unknown or of another type.
@@ -52,13 +52,13 @@ def checked_fields(state: Any, kinds: Mapping[str, type], owner: str) -> dict[st
 
 
 def require_same_data(name: str, current: object, saved: object, owner: str, fix: str) -> None:
-    """Raises a CheckpointError if a position was saved for other data or another order of them.
+    """Raises a CheckpointError if a position was saved for other data, or data in another order.
 
     Args:
         name: The name of a number that depends on the data or their order.
         current: The number in this run.
         saved: The number in the run that saved.
-        owner: What has such positions, for the error.
+        owner: The name of the class that has such positions, for the error.
         fix: What to do, for the error.
     """
     if current != saved:
@@ -74,9 +74,9 @@ def foreign_position_error(owner: str, expected: str, got: str) -> CheckpointErr
     """Returns the error for a position that another kind of sampler or loader saved.
 
     Args:
-        owner: What the position was restored into: the name of a class.
-        expected: What its positions have.
-        got: What the position has.
+        owner: The name of the class into which the position was restored.
+        expected: What a position of this class has, in words.
+        got: What the saved position has, in words.
     """
     return CheckpointError(
         f"this is no saved position of a {owner}",
@@ -92,7 +92,7 @@ class Pass:
     NumPy's and Python's generators shuffle the data and seed workers.
 
     Attributes:
-        begun: The generators' states at the begin of the pass, as JSON values; None before it.
+        begun: The generators' states at the begin of the pass, as JSON values; None before that.
     """
 
     def __init__(self) -> None:
@@ -100,12 +100,13 @@ class Pass:
 
     @contextmanager
     def states_at_begin(self, taken: int, by_thread: bool) -> Iterator[None]:
-        """Sets the random states of a pass's begin for a context that begins it.
+        """In this context, begins a pass with the random states of the pass's begin.
 
-        In the context the batches that the training has taken before are loaded and dropped.
+        The context must load, and drop, the batches that the training has taken before.
 
         Args:
-            taken: The number of these batches; 0 for a new pass, which begins with the states now.
+            taken: The number of these batches; 0 for a new pass, which begins with the current
+                states.
             by_thread: Whether a thread of this process loads the samples: then random numbers
                 continue after those of the dropped batches, else from the states before.
         """
@@ -125,7 +126,7 @@ class IterableWrapper(paddle.io.IterableDataset):  # type: ignore[type-arg]  # 2
         self._data = data
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterates over the data, from their begin if these can be restarted."""
+        """Iterates over the data, from the begin unless the data are an iterator."""
         return iter(self._data)
 
 
@@ -143,7 +144,8 @@ class SequentialBatches:
         Args:
             data: The source of the batches; an iterator, such as a generator, can be read only
                 once.
-            facts: The numbers, by name, on which it depends besides which batch is the n-th one.
+            facts: Numbers, by name, on which the order of the batches depends; a saved position
+                must have the same.
         """
         self._data = data
         self._facts = dict(facts)
@@ -156,7 +158,7 @@ class SequentialBatches:
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the next pass; it starts at its begin, or at a restored position."""
+        """Sets the epoch of the next pass, which starts at its begin or a restored position."""
         if self._begun or require_whole("epoch", epoch, 0) != self.epoch:
             self.epoch, self._taken, self._begun = require_whole("epoch", epoch, 0), 0, False
 
@@ -214,7 +216,7 @@ class SequentialBatches:
 
 @runtime_checkable
 class ResumableSampler(Protocol):
-    """A batch sampler whose position a loader can save: see ``DistributedBatchSampler``.
+    """A batch sampler whose position a loader can save, such as ``DistributedBatchSampler``.
 
     Attributes:
         epoch: The epoch that is being read, or comes next.
@@ -223,7 +225,7 @@ class ResumableSampler(Protocol):
     epoch: int
 
     def __iter__(self) -> Iterator[Sequence[int]]:
-        """Yields the indices of batches of the next epoch, or from a restored position on."""
+        """Yields each batch's indices in the next epoch, or from a restored position on."""
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch that the next iteration reads."""
@@ -236,9 +238,10 @@ class ResumableSampler(Protocol):
 
 
 class SampledBatches:
-    """The position in the batches of a sampler: after the last one that the training has taken.
+    """The position in a batch sampler's batches: after the last batch that the training took.
 
-    It is also the batch sampler of the inner loader, to which it gives keys in place of indices.
+    It is also the batch sampler of the inner loader, which gets keys of samples in place of
+    indices.
     """
 
     def __init__(self, sampler: ResumableSampler, seed: int) -> None:

@@ -55,7 +55,7 @@ class KeyedDataset:
         self._dataset: Any = dataset
 
     def __getitem__(self, key: Key) -> Loaded:
-        """Returns the sample with a key, after its random streams were seeded."""
+        """Loads the sample of a key, with random streams that the key seeds."""
         with _sample_streams(*key):
             return Loaded(key, self._dataset[key.number])
 
@@ -72,8 +72,8 @@ class KeyedCollate:
 
         Args:
             collate: Called with a list of samples; None for Paddle's own.
-            items_are_batches: Whether a sample is a batch already, which is passed to ``collate``
-                by itself.
+            items_are_batches: Whether a sample is a batch already; then ``collate`` gets the sample
+                itself, not a list.
         """
         paddles = default_convert_fn if items_are_batches else default_collate_fn
         self._collate: Callable[[Any], Any] = collate or paddles
@@ -110,9 +110,9 @@ def sample_generator() -> np.random.Generator:
 
 @contextmanager
 def _sample_streams(*key: int) -> Iterator[None]:
-    """Makes ``key`` that of this thread while this context is open.
+    """In this context, random numbers of samples in this thread depend on ``key``.
 
-    In a worker it also seeds the streams of ``random``, NumPy and Paddle by it.
+    In a worker process, ``key`` also seeds the streams of ``random``, NumPy and Paddle.
     """
     _current.key = key
     try:

@@ -36,7 +36,8 @@ class _Position:
 
     Attributes:
         epoch: The number of the epoch.
-        consumed: The number of its samples that all replicas together have received or dropped.
+        consumed: The number of the epoch's samples that all replicas together have received or
+            dropped.
     """
 
     epoch: int
@@ -55,7 +56,7 @@ class DistributedBatchSampler(paddle.io.DistributedBatchSampler):
     Otherwise Paddle repeats samples before it shuffles, so that its order depends on the replicas.
 
     Attributes:
-        read_ahead: Whether a loader draws its batches, ahead of the training that takes them.
+        read_ahead: Whether a loader draws batches before the training takes them.
     """
 
     read_ahead = False
@@ -80,9 +81,9 @@ class DistributedBatchSampler(paddle.io.DistributedBatchSampler):
             rank: Number of the replica; by default this process's.
             shuffle: Whether to shuffle, in an order that depends on seed and epoch only.
             drop_last: Whether to drop the samples at the end of an epoch that do not fill a batch
-                on all replicas. Without it they are distributed evenly, filled up with samples from
+                on all replicas. If False, they are distributed evenly, filled up with samples from
                 the epoch's begin.
-            seed: Other numbers give other orders; 0 gives Paddle's.
+            seed: The seed of the order; 0 gives Paddle's order.
 
         Raises:
             ConfigError: An argument is not a valid number, or ``rank`` is not below
@@ -128,7 +129,7 @@ class DistributedBatchSampler(paddle.io.DistributedBatchSampler):
             epoch: The number of the epoch, from 0.
 
         Raises:
-            ConfigError: ``epoch`` is not such a number.
+            ConfigError: ``epoch`` is no whole number from 0.
         """
         if self._begun or require_whole("epoch", epoch, 0) != self.epoch:
             self._position = _Position(require_whole("epoch", epoch, 0))
@@ -153,8 +154,8 @@ class DistributedBatchSampler(paddle.io.DistributedBatchSampler):
         :class:`~fleetpipe.io.DataLoader`.
 
         Returns:
-            ``seed``, ``epoch``, ``shuffle``, ``samples`` (of an epoch), ``consumed`` (of these, by
-            all replicas together, the dropped ones at the end included).
+            ``seed``, ``epoch``, ``shuffle``, ``samples`` (of an epoch), and ``consumed``: how many
+            of the samples all replicas together have received or dropped.
         """
         return {
             "seed": self.seed,
@@ -174,8 +175,8 @@ class DistributedBatchSampler(paddle.io.DistributedBatchSampler):
             state: A result of :meth:`state_dict`.
 
         Raises:
-            CheckpointError: ``state`` is not such a state, or was saved for other data; nothing has
-                changed.
+            CheckpointError: ``state`` is not the state of a sampler, or was saved for other data;
+                nothing has changed.
         """
         owner = "DistributedBatchSampler"
         saved = checked_fields(state, _FIELDS, owner)

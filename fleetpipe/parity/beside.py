@@ -35,7 +35,7 @@ from fleetpipe.schedules.action import GlobalMicroBatch
 class RepeatedBatch:
     """A user's batch that can be passed to several calls.
 
-    A preprocessor is called once, and exactly the items of one step are taken from an iterator.
+    A preprocessor is called once; from an iterator, the items of exactly one step are taken.
     """
 
     def __init__(self, data: Any, count: int) -> None:
@@ -58,7 +58,7 @@ class RepeatedBatch:
         return self._preprocessor(lambda: data) if self._preprocessor else data
 
     def differences(self, step: int) -> list[Difference]:
-        """Returns a difference if the last call did not take exactly the items of one step."""
+        """Returns a difference if the pipeline took more or fewer items than one step has."""
         if not self._is_iterator:
             return []
         items = len(self._data)  # of one step
@@ -90,8 +90,8 @@ def cut_value(value: Nest, size: int, count: int) -> list[Nest] | None:
     Args:
         value: The inputs or the labels of the whole batch.
         size: Rows of a micro-batch.
-        count: The number of micro-batches. It is used if ``value`` has no tensor and no list: each
-            micro-batch gets ``value`` itself then.
+        count: The number of micro-batches. Each gets ``value`` itself if that has no tensor and no
+            list.
     """
     if value is None:
         return None
@@ -100,7 +100,7 @@ def cut_value(value: Nest, size: int, count: int) -> list[Nest] | None:
 
 
 def shares_of_rows(value: Nest, size: int) -> list[Fraction] | None:
-    """Returns each micro-batch's share of all rows; None if the batch is lists, cut by the user.
+    """Returns the fraction of all rows in each micro-batch; None if the user cut the batch.
 
     Args:
         value: The labels of a batch.
@@ -222,7 +222,7 @@ class ReferenceTrainer:
     def _train_by_tree(
         self, everyone: MicroBatches, weights: Sequence[Fraction] | None, by_micro_batch: bool
     ) -> Nest:
-        """Trains as :meth:`train` does; all replicas' micro-batches are summed by binary trees.
+        """Trains as :meth:`train` does, but sums all replicas' micro-batches by binary trees.
 
         The arguments and the result are those of :meth:`train`.
         """
@@ -263,20 +263,21 @@ class ReferenceTrainer:
     ) -> list[list[Tensor]]:
         """Runs all micro-batches forward and backward, one after another.
 
-        The units of a micro-batch run forward one after another, and backward in reverse, as in a
-        stage. The pipeline's loss functions set the weight of a unit in the loss.
+        A unit is what a stage runs at once: a micro-batch, or a chunk of its sequences. The units
+        of a micro-batch run forward one after another, and backward in reverse. The pipeline's
+        loss functions set the weight of a unit in the loss.
 
         Args:
             batches: The micro-batches.
             weights: The weight of each micro-batch in the loss.
             first: The global number of micro-batch 0, which selects the random stream under the
                 keys of a batch (``random_keys.under_keys``).
-            trees: Sum the gradients; None sums them in the order of the micro-batches.
+            trees: The binary trees that sum the gradients; None sums them in the order of the
+                micro-batches.
 
         Returns:
-            For each loss function, the share of each unit in the loss of the batch; the gradients
-            are on the parameters. A unit is what a stage runs at once: a micro-batch, or a chunk of
-            its sequences.
+            For each loss function, the weighted losses of the units, which add up to the loss of
+            the batch; the gradients are on the parameters.
         """
         reference, units = self._reference, self._pipeline.units
         reference.train()
@@ -308,12 +309,12 @@ class ReferenceTrainer:
 
 @backward_running()
 def _backward(states: UnitStates, number: int, losses: list[Tensor]) -> None:
-    """Runs the backward of a unit from its first loss, and detaches its losses in the list.
+    """Runs the backward of a micro-batch or sequence chunk; detaches its losses in the list.
 
     Args:
-        states: What layers keep from one unit of a micro-batch for the next.
-        number: The unit.
-        losses: Its losses, one for each loss function.
+        states: What layers keep from one sequence chunk of a micro-batch for the next.
+        number: The number of the micro-batch or chunk.
+        losses: The losses, one for each loss function; backward starts from the first.
     """
     try:
         # Backward starts from tensors kept for later units too, with the gradients of those.
@@ -326,11 +327,11 @@ def _backward(states: UnitStates, number: int, losses: list[Tensor]) -> None:
 
 
 def _sum_shares(shares: Sequence[Tensor], units: int) -> Tensor:
-    """Returns the sum of all shares; with ``units`` the sum of each micro-batch, [micro-batches].
+    """Returns the batch's loss; with ``units`` the losses of the micro-batches, [micro-batches].
 
     Args:
-        shares: The share of each unit in the loss.
-        units: The number of units of a micro-batch; 0 for the sum of all.
+        shares: What each micro-batch, or chunk of its sequences, adds to the loss.
+        units: The number of chunks of a micro-batch, to sum each alone; 0 sums all.
     """
     if not units:
         return sum_in_order(shares)
@@ -339,13 +340,13 @@ def _sum_shares(shares: Sequence[Tensor], units: int) -> Tensor:
 
 
 def _stack(losses: Sequence[Tensor]) -> Tensor:
-    """Returns losses of one number each as a tensor, [losses]."""
+    """Joins losses of one number each to a tensor, [losses]."""
     return paddle.stack([loss.reshape([]) for loss in losses])
 
 
 @contextmanager
 def random_numbers_of_batch(keys: random_keys.Keys | None) -> Iterator[None]:
-    """While it is open, random numbers are those of the batch of ``keys``.
+    """In this context, random numbers are those of the batch of ``keys``.
 
     Args:
         keys: The keys of the random numbers of a batch; before the pipeline runs the batch, its

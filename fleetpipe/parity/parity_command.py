@@ -33,10 +33,10 @@ def run(options: argparse.Namespace) -> int:
     """Runs the script and its reference, or with ``--whole`` the script in several ways.
 
     Returns:
-        0 if no difference exceeds the tolerance, 1 if one does; 2 if the ranks compare nothing.
+        0 if no difference exceeds the tolerance, 1 if one does; 2 if there was nothing to compare.
 
     Raises:
-        UsageError: As for :func:`compare_script`.
+        UsageError: The script runs no batch of a pipeline, or one that cannot be compared.
     """
     if options.whole:
         return whole_runs.compare_ways(options)
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
 def compare_script(
     file: Path, arguments: list[str], report: Path | None, last: int | None = None
 ) -> int:
-    """Runs ``file`` in this process, and compares each batch with the reference; see :func:`run`.
+    """Runs a script in this process, and compares each batch with the reference.
 
     Args:
         file: The script.
@@ -111,7 +111,7 @@ def compare_script(
         return session_of(pipeline).predict_batch(*more, **named)
 
     def step(optimizer: PipelineOptimizer) -> None:
-        """Steps an optimizer; the reference too, if the script itself steps beside a batch."""
+        """Steps an optimizer; the reference's too, if the script steps outside a batch."""
         stepped(optimizer)
         for session in sessions.values():
             session.follow_step(optimizer)

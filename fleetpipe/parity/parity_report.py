@@ -1,6 +1,6 @@
 """The report of a comparison: all differences, the first of them, and which of them pass.
 
-A place is a quantity and a layer, as "output of 3.linear".
+A place is a quantity and a layer, such as "output of 3.linear".
 
 ``Orders`` finds places where the pipeline adds up gradients in another order, which raise the
 tolerance. ``Repetition`` runs each step of the reference twice on a GPU, and measures how far two
@@ -51,8 +51,9 @@ class Report:
         tolerance: Largest relative difference that passes; 0 asks for the same bits.
         evaluations: Number of compared calls of ``eval_batch`` and ``predict_batch``.
         orders: The reasons why the pipeline may add gradients up in another order than one graph.
-        spread: By place, the relative difference of two runs of the reference, or the unit in the
-            last place if that is larger; empty if all runs have the same bits.
+        spread: The noise of the device: by place, the relative difference of two runs of the
+            reference, or the unit in the last place if larger; empty if all runs have the same
+            bits.
         largest_spread: The largest relative difference of two runs, and its place.
         allowed: The rule of each entry of ``fleetpipe_configs["allow"]`` that was used.
     """
@@ -88,7 +89,7 @@ class Report:
         return [one for one in differences if not one.relative <= self.limit(one)]
 
     def limit(self, difference: Difference) -> float:
-        """Returns the largest relative difference that passes for a difference's place."""
+        """Returns the largest relative difference that passes in the same quantity and layer."""
         if not self.spread:
             return self.tolerance
         # The norm, edges and the state after a step are not measured: the largest spread counts.
@@ -98,7 +99,7 @@ class Report:
 
     @property
     def first_of_a_layer(self) -> Difference | None:
-        """The first of the failures that does not belong to an edge between two stages."""
+        """The first failure in a layer, not on an edge between two stages; None without one."""
         return next((d for d in self.failures if not d.name.startswith("edge ")), None)
 
     @property
@@ -113,7 +114,7 @@ class Report:
 
     @property
     def max_abs_param_diff(self) -> float:
-        """Largest absolute difference of a parameter or a buffer, as running statistics."""
+        """Largest absolute difference of a parameter or a buffer, such as running statistics."""
         return max((d.absolute for d in self._differences_of("parameter", "buffer")), default=0.0)
 
     def as_dict(self) -> dict[str, Any]:
@@ -163,7 +164,7 @@ class Report:
 
 
 def place_of(quantity: str, name: str) -> str:
-    """Returns a place, as "output of 3.linear"; numbers of calls in ``name`` are left out."""
+    """Returns the place of a difference, such as "output of 3.linear", without numbers of calls."""
     layer = name.partition(",")[0]
     return f"{quantity} of {layer}" if layer else quantity
 
@@ -190,7 +191,8 @@ def in_order(differences: Sequence[Difference], layers: Sequence[str]) -> list[D
 def usual_tolerance(pipeline: PipelineParallel, reference: Reference) -> float:
     """Returns the largest relative difference that passes, unless the user gives one.
 
-    It is 0 if the pipeline adds up in the order of one device. :class:`Orders` may raise it.
+    The result is 0 if the pipeline adds up in the order of one device. :class:`Orders` may raise
+    it.
     """
     if pipeline.sums_by_tree and isinstance(reference.model, SingleModel):
         return 0.0
@@ -205,10 +207,10 @@ def usual_tolerance(pipeline: PipelineParallel, reference: Reference) -> float:
 
 
 class Orders:
-    """Finds places where the pipeline adds gradients up in another order than one graph."""
+    """Finds where the pipeline adds gradients up in another order than a single device does."""
 
     def __init__(self, pipeline: PipelineParallel, report: Report) -> None:
-        """Prepares the search; it runs in the first two steps, and when other parameters train.
+        """Prepares the search, which runs in the first two steps, and when other parameters train.
 
         Args:
             pipeline: The wrapped model.
@@ -219,7 +221,7 @@ class Orders:
         self._trained: frozenset[str] = frozenset()
 
     def recording_crossings(self) -> AbstractContextManager[dict[int, Crossing]]:
-        """Returns a context that records where gradients meet in the stages' graphs. Collective.
+        """Returns a context that records where gradients are added up in the stages. Collective.
 
         It yields the record by stage, which is empty if no search is due.
         """
@@ -231,7 +233,7 @@ class Orders:
         return self._pipeline.crossings() if changed or self._report.steps < 2 else nullcontext({})
 
     def report_orders(self, crossings: Mapping[int, Crossing]) -> None:
-        """Reports where sums have another order, and raises the tolerance then. Collective.
+        """Reports where sums have another order, and if any do, raises the tolerance. Collective.
 
         Args:
             crossings: The record of :meth:`recording_crossings` for the stages of this process.
@@ -310,7 +312,7 @@ class Repetition:
             self._report.spread, self._report.largest_spread = self._spread, self._largest
 
     def _values_of(self, outputs: Outputs, loss: Nest) -> TensorsByPlace:
-        """Returns the outputs of layers, the loss and copies of the gradients, by place."""
+        """Returns outputs of layers, loss and copies of gradients, by quantity and layer."""
         computed = {place_of("output", layer): tensors for layer, tensors in outputs.items()}
         computed["loss"] = list(tensors_of(loss))
         gradients = self._reference.gradients().items()

@@ -7,8 +7,7 @@ producer are compared, which shows where a gradient is lost.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -36,7 +35,7 @@ _in_backward = ContextVar("_in_backward", default=False)
 
 @contextmanager
 def backward_running() -> Iterator[None]:
-    """While it is open, no output is recorded, since a backward may recompute a layer."""
+    """In this context no output is recorded, since a backward may recompute a layer."""
     before = _in_backward.set(True)
     try:
         yield
@@ -62,8 +61,7 @@ def record_model(model: Layer, names: Mapping[str, str]) -> Iterator[Outputs]:
         # The outputs of a vocabulary head in shards and in one process cannot be compared.
         if path in owners and getattr(layer, "has_plain_output", True):
             of_layer = outputs.setdefault(owners[path], [])
-            hook = functools.partial(_append_copies, of_layer)
-            handles.append(layer.register_forward_post_hook(hook))
+            handles.append(layer.register_forward_post_hook(_recording_hook(of_layer)))
     try:
         yield outputs
     finally:
@@ -74,19 +72,24 @@ def record_model(model: Layer, names: Mapping[str, str]) -> Iterator[Outputs]:
 def record_stages(layers: PipelineLayer) -> AbstractContextManager[Outputs]:
     """Records the outputs of this process's layers of a pipeline, as :func:`record_model` does.
 
-    It leaves out shared layers, since each rank makes some of their calls, in an order of its own.
-    It also leaves out the whole model, which a batch does not call.
+    Shared layers are left out, since each rank makes some of their calls, in an order of its own.
+    So is the whole model, which a batch does not call.
     """
     state = layers.state
     names = (n for n in state.local_tensors() if "." in n and not state.has_several_calls(n))
     return record_model(layers, {n: n for n in names})
 
 
-def _append_copies(recorded: list[Tensor], _layer: Layer, _inputs: Nest, output: Nest) -> None:
-    """A hook on a layer that appends copies of the layer's outputs to ``recorded``."""
-    # Copies, since the next layer may work in place; across a border of stages it cannot.
-    if not (_in_backward.get() or is_trial()):
-        recorded.extend(tensor.detach().clone() for tensor in tensors_of(output))
+def _recording_hook(recorded: list[Tensor]) -> Callable[[Layer, Nest, Nest], None]:
+    """Returns a hook on a layer that appends copies of the layer's outputs to ``recorded``."""
+
+    # No partial: the search for values that stages leave for each other would enter it.
+    def append_copies(_layer: Layer, _inputs: Nest, output: Nest) -> None:
+        # Copies, since the next layer may work in place; across a border of stages it cannot.
+        if not (_in_backward.get() or is_trial()):
+            recorded.extend(tensor.detach().clone() for tensor in tensors_of(output))
+
+    return append_copies
 
 
 def compare_outputs(
@@ -100,10 +103,10 @@ def compare_outputs(
         step: The training step.
         replica: The index of this replica's data in the data of the reference; 0 if the reference
             has only these.
-        call_of: A suffix for the names of differences, as ``" of eval_batch"``.
+        call_of: A suffix for the names of differences, such as ``" of eval_batch"``.
 
     Returns:
-        For each layer that differs, the difference of its first call that does.
+        For each layer with different outputs, the difference of the first such call.
     """
     differences = []
     for layer, pipeline_outputs in outputs.items():
@@ -154,7 +157,7 @@ class EdgeKey(NamedTuple):
 
 @dataclass
 class EdgeGradients:
-    """The gradients of one batch on the edges.
+    """The gradients, in one batch, of the values that stages send each other.
 
     Attributes:
         arrived: The gradient that the consumer sent back; None if it sent none.
@@ -167,7 +170,7 @@ class EdgeGradients:
 
 
 def _record_gradient(tensor: Tensor, gradients: dict[EdgeKey, Tensor | None], at: EdgeKey) -> None:
-    """Stores a copy of the gradient that a tensor will get in ``gradients[at]``."""
+    """Lets the backward store a copy of a tensor's gradient in ``gradients[at]``."""
 
     def hook(gradient: Tensor) -> None:
         gradients[at] = gradient.detach().clone()
@@ -180,7 +183,7 @@ class EdgeWatch(BatchObserver):
     """Records the gradients of the values that stages of this process send, as batches run.
 
     Attributes:
-        first_micro_batch: The global number of the batch's micro-batch 0, or of its unit 0.
+        first_micro_batch: The global number of the batch's first micro-batch, or sequence chunk.
         gradients: The gradients of the batch that runs.
     """
 
@@ -233,19 +236,19 @@ class EdgeWatch(BatchObserver):
 
 
 def _values_on_edges(op: Action, kind: str, values: Mapping[MessageKey, Value]) -> list[Value]:
-    """Returns the values on the edges out of an action's stage (kind "F"), or gradients ("B")."""
+    """Returns the values that an action's stage sends on (kind "F"), or their gradients ("B")."""
     wanted = (kind, op.stage, op.micro_batch)
     return [v for key, v in values.items() if (key.kind, key.source, key.micro_batch) == wanted]
 
 
 @contextmanager
 def copies_at_borders(model: SingleModel, pipe: PipelineLayer) -> Iterator[EdgeGradients]:
-    """While it is open, a model runs on copies of the values that cross between stages.
+    """In this context, a model runs on copies of the values that stages would send each other.
 
     At the end parameters have their earlier gradients, and buffers their earlier values.
 
     Yields:
-        The gradients of the micro-batches that run while it is open, numbered from 0.
+        The gradients of the micro-batches that run in the context, numbered from 0.
     """
     gradients = EdgeGradients()
     # By the first layer after an edge: the stage before the edge, and the micro-batches so far.
@@ -276,21 +279,22 @@ def copies_at_borders(model: SingleModel, pipe: PipelineLayer) -> Iterator[EdgeG
 
 
 def edge_name(stage: int) -> str:
-    """Returns the name of the edge from a stage to the next, as "edge 0 -> 1"."""
+    """Returns the name of the edge from a stage to the next, such as "edge 0 -> 1"."""
     return f"edge {stage} -> {stage + 1}"
 
 
 def compare_edges(
     pipeline: EdgeGradients, reference: EdgeGradients, first: int, step: int, units: Units = WHOLE
 ) -> list[Difference]:
-    """Compares the gradients on the edges of this process.
+    """Compares the gradients of the values that the stages of this process send on.
 
     Args:
         pipeline: The pipeline's gradients.
         reference: The reference's gradients.
-        first: The global number of the reference's micro-batch 0 in the pipeline.
+        first: The number that the reference's micro-batch 0 has among those of the pipeline.
         step: The training step.
-        units: How the schedule cuts micro-batches; gradients are numbered by these units.
+        units: How the schedule cuts micro-batches into sequence chunks; gradients are numbered by
+            chunk.
 
     Returns:
         One difference for each edge and value: in the first micro-batch in which it differs.
@@ -320,7 +324,7 @@ def _compare_gradient(
     """Compares a gradient with the reference's; None counts as zeros.
 
     Returns:
-        None if they are equal to rounding.
+        None if the gradients differ by no more than rounding.
     """
     if ours is not None and expected is not None:
         expected = part_of(expected, ours)

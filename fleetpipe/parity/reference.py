@@ -1,9 +1,10 @@
 """The single-device model that is trained, in one process, on the pipeline's micro-batches.
 
 Start with ``of_same_layers`` and ``of_model``, which make a ``Reference``. ``AttributeCopies``
-gives it the plain attributes that a script changes on layers between two batches, as a temperature;
-plain are numbers, texts, functions, tensors without gradients, and lists, tuples and dicts of them.
-``ComparingOptimizer`` compares the gradients and steps both sides, ``Rates`` the learning rates.
+gives it the plain attributes that a script changes on layers between two batches, such as a
+temperature; plain are numbers, texts, functions, tensors without gradients, and lists, tuples and
+dicts of them. ``ComparingOptimizer`` compares the gradients and steps both sides, ``Rates`` the
+learning rates.
 """
 
 from __future__ import annotations
@@ -62,14 +63,15 @@ Squares = dict[str, tuple[float, float]]
 class AttributeCopies:
     """Copies to a reference the plain attributes that a script changes on a pipeline's layers.
 
-    Attributes that a batch changes, as a counter, are not copied: each side changes its own.
+    Attributes that a batch changes, such as a counter, are not copied: each side changes its own.
     """
 
     def __init__(self, model: Layer, pipe: PipelineLayer) -> None:
         """Notes the attributes before the first batch.
 
-        Attributes that differ between the two by then are copied, since the script has set them.
-        If layers are shards, they are not: shards have other values, as their number of heads.
+        Attributes that differ between reference and pipeline by then are copied, since the script
+        has set them. Those of tensor-parallel shards are not copied: shards have other values, such
+        as their number of heads.
         """
         # The model may be a layer that wraps a copy of a captured model.
         self._model: Layer = getattr(model, "plain", model)
@@ -82,7 +84,7 @@ class AttributeCopies:
         self.remember(pipe.with_modes if shards else self._model)
 
     def copy_changed(self, pipe: PipelineLayer) -> None:
-        """Copies attributes that have changed since the last :meth:`remember`.
+        """Copies the pipeline's attributes that have changed since the last :meth:`remember`.
 
         Functions are copied only from this rank's layers, since a message cannot carry them.
         Collective over the pipeline.
@@ -103,7 +105,7 @@ class AttributeCopies:
                 setattr(layers[path], name, copy.deepcopy(value))
 
     def remember(self, model: Layer) -> None:
-        """Stores the texts of the plain attributes of a model, to see later which have changed."""
+        """Stores a model's plain attributes as texts, to see later which have changed."""
         self._text_by_attribute = {key: text for key, _, text in _plain_attributes(model)}
 
 
@@ -118,42 +120,55 @@ def _plain_attributes(model: Layer) -> Iterator[tuple[AttributeKey, Any, str]]:
                 yield (path, name), value, text
 
 
-def _text_of_value(value: Any) -> str | None:
+def _text_of_value(value: Any, around: tuple[int, ...] = ()) -> str | None:
     """Returns a text that is equal for equal values only; None if the value is not plain.
 
     Two functions are equal if they have the same code, and equal values in their closures and
     defaults. A function of fleetpipe is not plain: fleetpipe puts it on a layer in place of the
     layer's own method, and no script has set it.
+
+    Args:
+        value: The value.
+        around: The ids of the functions and containers that hold the value, the outermost first. A
+            value that holds itself, as a recursive local function does, is told by its place there.
     """
     if type(value) in _PLAIN_TYPES:
         return repr(value)
     if isinstance(value, paddle.Tensor):
         plain = value.stop_gradient and not is_parameter(value)
         return digest_of(value) if plain and has_memory(value) and value.is_dense() else None
+    if id(value) in around:
+        return f"holder {around.index(id(value))}"
+    around = (*around, id(value))
     if isinstance(value, FunctionType):
         if value.__module__.startswith("fleetpipe."):
             return None
-        return _text_of_parts(f"function {id(value.__code__)}", closure_values(value))
+        return _text_of_parts(f"function {id(value.__code__)}", closure_values(value), around)
     if type(value) is dict:
-        return _text_of_parts("dict", [*value.keys(), *value.values()])
-    return _text_of_parts(type(value).__name__, value) if type(value) in (list, tuple) else None
+        return _text_of_parts("dict", [*value.keys(), *value.values()], around)
+    if type(value) in (list, tuple):
+        return _text_of_parts(type(value).__name__, value, around)
+    return None
 
 
-def _text_of_parts(kind: str, parts: list[Any] | tuple[Any, ...]) -> str | None:
-    """Returns the text of a container or function by its parts; None if one is not plain.
+def _text_of_parts(
+    kind: str, parts: list[Any] | tuple[Any, ...], around: tuple[int, ...]
+) -> str | None:
+    """Returns a text for a container or function from its parts; None if a part is not plain.
 
     Args:
         kind: The type of the container, or what identifies the function's code.
         parts: The items, with the keys of a dict first; for a function the values that it holds.
+        around: As for :func:`_text_of_value`, with the container or function itself.
     """
-    texts = [text for part in parts if (text := _text_of_value(part)) is not None]
+    texts = [text for part in parts if (text := _text_of_value(part, around)) is not None]
     return f"{kind}({', '.join(texts)})" if len(texts) == len(parts) else None
 
 
 def _can_be_sent(value: Any) -> bool:
     """Returns whether a plain value can be sent to another rank.
 
-    It can if it has no function in it, and all keys of dicts are texts.
+    A value without functions, whose dicts have only texts as keys, can.
     """
     if type(value) is dict:
         return all(type(key) is str and _can_be_sent(part) for key, part in value.items())
@@ -167,7 +182,7 @@ def _can_be_sent(value: Any) -> bool:
 class Reference:
     """A Layer that holds the whole model, and an optimizer over its parameters.
 
-    Every rank of the pipeline has its own. Parameters and buffers have the pipeline's names.
+    Every rank of the pipeline has a Reference. Parameters and buffers have the pipeline's names.
 
     Attributes:
         model: The Layer.
@@ -247,7 +262,7 @@ class Reference:
         return {name: dense(t.grad, t) for name, t in tensors if t.grad is not None}
 
     def hidden_places(self) -> dict[str, tuple[dict[str, Tensor], str]]:
-        """Returns by name where each buffer that is in no state dict is stored: a dict and a key.
+        """Returns, by name, the dict and the key of each buffer that is in no state dict.
 
         Of a user's own model these are the buffers of layers that own parameters: the pipeline has
         no names for other layers.
@@ -306,7 +321,7 @@ class Reference:
             self.attributes.copy_changed(pipe)
 
     def remember_attributes(self, pipe: PipelineLayer) -> None:
-        """Notes the plain attributes of the pipeline's layers at the end of a batch."""
+        """Stores the plain attributes of the pipeline's layers at a batch's end, to compare."""
         if self.attributes is not None:
             self.attributes.remember(pipe.with_modes)
 
@@ -378,7 +393,7 @@ def of_same_layers(pipe: PipelineLayer) -> Reference:
 
 
 class Rates:
-    """Gives a reference the pipeline's learning rate for one step, and compares the two rates.
+    """Gives a reference the pipeline's learning rate for one step, then compares both rates.
 
     Since the script may change the rate between two steps, the reference starts each step with a
     copy of the pipeline's scheduler or rate. It steps its copy of the scheduler.
@@ -436,7 +451,8 @@ class ComparingOptimizer(PipelineOptimizer):
     """An optimizer that compares the complete gradients of both sides, then steps both sides.
 
     Attributes:
-        differences: The differences of the gradients on this rank, then those of ``before``.
+        differences: The differences of the gradients on this rank, then those that the
+            constructor's ``before`` returns.
         squares: The squared norms of this rank's gradients on both sides, for the global norm.
     """
 
@@ -456,8 +472,8 @@ class ComparingOptimizer(PipelineOptimizer):
             reference: The single-device side, with the gradients of the batch.
             layers: The ``PipelineLayer``.
             step: The training step.
-            is_rounding: Whether a gradient's difference is rounding; if so, both sides step with
-                the pipeline's gradient.
+            is_rounding: Tells whether a gradient's difference is rounding; if so, both sides step
+                with the pipeline's gradient.
             before: Called before the step with the differences of the gradients; returns further
                 differences.
         """
@@ -472,11 +488,11 @@ class ComparingOptimizer(PipelineOptimizer):
         self._compare_before_step = before
 
     def bind(self, layers: PipelineLayer) -> None:
-        """Gives the wrapped optimizer of the pipeline the layers by which it clips gradients."""
+        """Passes the layers to the pipeline's optimizer, which needs them to clip gradients."""
         self._pipeline_optimizer.bind(layers)
 
     def step(self) -> None:
-        """Compares the gradients, and steps both optimizers. Collective as both are."""
+        """Compares the gradients, and steps both optimizers. Collective."""
         reference = self._reference.tensors()
         for name, parameter in self._parameters.items():
             grad = parameter.grad if self.shards is None else self.shards.gradient(parameter)

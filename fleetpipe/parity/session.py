@@ -160,8 +160,8 @@ class Evaluations:
             labels: The labels, on the owner of the last stage; None for a prediction.
 
         Returns:
-            By micro-batch the inputs, the labels and the weights; and the number by which this
-            replica counts in the mean of all replicas (``counted_in``), 0 if all count alike.
+            By micro-batch the inputs, the labels and the weights; and the weight of this replica in
+            the mean over replicas, 0 if all have the same.
         """
         pipeline, group, ranks = self._pipeline, pipeline_group(), sequence_parts()
         size, count = pipeline.micro_batch_size, pipeline.accumulate_steps
@@ -203,7 +203,7 @@ class Evaluations:
         return [sum_in_order(by_function) for by_function in zip(*shares)]
 
     def _mean_over_replicas(self, losses: list[Tensor], counted: int) -> list[Tensor]:
-        """Returns the means of losses over replicas, weighted by ``counted`` if that is not 0."""
+        """Returns each loss's mean over the replicas; ``counted`` is this one's weight, or 0."""
         replicas = self._pipeline.replicas
         if replicas.ranks == 1:
             return losses
@@ -216,7 +216,7 @@ class Evaluations:
     def _evaluating(
         self, inputs: Sequence[Nest], keys: random_keys.Keys | None
     ) -> Iterator[tuple[Iterator[Nest], Outputs]]:
-        """While it is open, the reference evaluates with this replica's running statistics.
+        """In this context, the reference evaluates with this replica's running statistics.
 
         Yields:
             An iterator over the micro-batches' inputs, which sets the random stream of each; and
@@ -252,7 +252,7 @@ def _set_state(state: dict[str, Tensor], reference: Reference) -> None:
 
 
 class Calls(NamedTuple):
-    """The methods of a pipeline that are compared; ``fleetpipe parity`` stores the originals."""
+    """The original methods of a pipeline, which ``fleetpipe parity`` replaces by comparing ones."""
 
     train_batch: Callable[..., Any]
     eval_batch: Callable[..., Any]
@@ -280,7 +280,8 @@ class Session:
             pipeline: The wrapped model.
             reference: The single-device side, with the same weights.
             calls: The functions that run the pipeline; None takes the pipeline's methods.
-            tolerance: As for :func:`fleetpipe.parity.begin`.
+            tolerance: The largest relative difference that passes, as for
+                :func:`fleetpipe.parity.begin`.
         """
         self._pipeline = pipeline
         self._reference = reference
@@ -382,8 +383,8 @@ class Session:
     def follow_step(self, optimizer: dygraph.PipelineOptimizer) -> None:
         """Steps the reference after a step that the script itself has made. Collective.
 
-        Steps of other optimizers than that of :meth:`train_with`, and those of a batch that runs,
-        are left alone.
+        Does nothing for steps of other optimizers than that of :meth:`train_with`, and within a
+        batch.
         """
         if getattr(self, "_optimizer", None) is optimizer and not self._runs:
             Rates(optimizer, self._reference.optimizer, None, self._reference.takes_rate)
@@ -440,13 +441,13 @@ class Session:
 
     @property
     def _is_alone(self) -> bool:
-        """Whether this replica saw all the data, so that its statistics are the reference's."""
+        """Whether this replica sees all data, so that its statistics must equal the reference's."""
         return self._replicas.ranks == self._pipeline.sequence.ranks == 1
 
     def _find_changes_between_steps(self) -> list[Difference]:
         """Returns differences of the state that have appeared since the last step. Collective.
 
-        The script may set values, or step an optimizer that parity does not know.
+        For example, the script may set values, or step an optimizer that parity does not know.
         """
         step, layers = self.report.steps, self._pipeline.layers
         state = compare_state(layers, self._reference, step, self._is_alone)
@@ -471,7 +472,7 @@ class Session:
         keys: dygraph.random_keys.Keys | None,
         gradients: list[Difference],
     ) -> list[Difference]:
-        """Compares learning rates and, if gradients differ, the gradients on the edges.
+        """Compares learning rates and, if gradients differ, the gradients that stages sent back.
 
         Args:
             rates: The learning rates of both sides.
@@ -503,7 +504,7 @@ class Session:
         return gradient.relative <= max(self.report.limit(gradient), ROUNDING)
 
     def _merge_differences(self, differences: list[Difference], squares: Squares) -> None:
-        """Adds the differences of all ranks to the report, and compares the norm. Collective.
+        """Adds all ranks' differences to the report; compares the gradients' norm. Collective.
 
         Args:
             differences: The differences of a step, or of an evaluation, on this rank.

@@ -48,9 +48,10 @@ AttributeTexts = dict[str, str]
 
 
 class Attributes:
-    """Compares attributes at the first batch of a process with those in the restored step.
+    """Compares the objects' attributes at the first batch of a process with the restored step's.
 
-    Used by a run that resumes: :meth:`state` is saved, :meth:`put_back` gets it after a restore.
+    The objects are model and optimizer. A run saves :meth:`state`; a run that resumes passes it to
+    :meth:`put_back`.
     """
 
     def __init__(self, model: Any, optimizer: Optimizer = None) -> None:
@@ -61,7 +62,7 @@ class Attributes:
         self._saved: Mapping[str, AttributeTexts] = {}
 
     def state(self) -> dict[str, AttributeTexts] | None:
-        """Returns the texts to save: those at the first batch and those now; None before it."""
+        """Returns the attributes as texts, at the first batch and now; None before that batch."""
         if self._first_texts is None:
             return None
         now = self.now()
@@ -75,7 +76,7 @@ class Attributes:
         return {"begun": self._first_texts, "now": now}
 
     def put_back(self, saved: Mapping[str, AttributeTexts]) -> None:
-        """Stores the texts of the restored step, for the comparison at the first batch."""
+        """Stores the restored step's result of :meth:`state`, to compare at the first batch."""
         self._saved = saved
 
     def now(self) -> AttributeTexts:
@@ -83,7 +84,7 @@ class Attributes:
         return dict(_attribute_texts(self._model, self._optimizer))
 
     def begin_batch(self, optimizer: Optimizer) -> None:
-        """Compares attributes with the restored step, once the script has set its own.
+        """Compares the attributes that the script has set with those of the restored step.
 
         Args:
             optimizer: The optimizer that steps in this batch.

@@ -60,7 +60,8 @@ class NamedTensors(SavedPart):
         parts: The tensors of this process, and the names and shapes of the whole model's.
 
     Attributes:
-        plain_names: The fully qualified name of each plain name; empty without a plain model.
+        plain_names: The fully qualified name of each tensor, by its name in the model without the
+            pipeline; empty if there is no such model.
     """
 
     def __init__(self, parts: ModelParts) -> None:
@@ -130,12 +131,12 @@ class NamedTensors(SavedPart):
             )
 
     def parameters(self) -> Mapping[str, LocalTensor]:
-        """Returns this process's parameters by fully qualified name; those of its losses too."""
+        """Returns the parameters of this process and its losses, by fully qualified name."""
         tensors = {**self._parts.tensors, **(self._loss if self._parts.owns_loss else {})}
         return {name: local for name, local in tensors.items() if _is_parameter(local.tensor)}
 
     def _tensors(self) -> Iterator[tuple[TensorName, LocalTensor]]:
-        """Yields the tensors of the model, and of its loss if this process saves that."""
+        """Yields the tensors of the model, and those of its loss if this process saves the loss."""
         for name, local in self._parts.tensors.items():
             yield TensorName(MODEL, self.whole_name(name)), local
         for group, tensors in ((BUFFERS, self._parts.buffers), (LATE_BUFFERS, self._parts.late)):
@@ -152,7 +153,7 @@ class NamedTensors(SavedPart):
     def _targets(self, saved: Saved) -> Iterator[tuple[TensorName, LocalTensor]]:
         """Yields the tensors to fill from a checkpoint, each after its name there.
 
-        They are those of the model, of its buffers and of its loss functions.
+        They are the parameters and buffers of the model and of its loss functions.
         """
         names, late = self.saved_names(saved), self._late_targets(saved)
         for path, local in self._parts.tensors.items():
@@ -167,7 +168,7 @@ class NamedTensors(SavedPart):
     def _targets_of_loss(self, saved: Saved) -> Iterator[tuple[TensorName, LocalTensor]]:
         """Yields the loss functions' tensors to fill, each after its name in the checkpoint.
 
-        Buffers of theirs that only the checkpoint has are made.
+        Buffers that only the checkpoint has are created.
         """
         names = {name: described for name, described in saved.tensors.items() if name.group == LOSS}
         for name, described in names.items():
@@ -184,7 +185,7 @@ class NamedTensors(SavedPart):
     def _late_targets(self, saved: Saved) -> dict[TensorName, LocalTensor]:
         """Returns tensors to fill for buffers that the first forward would create or resize.
 
-        They are by their names in the checkpoint.
+        The key of each is its name in the checkpoint.
         """
         targets: dict[TensorName, LocalTensor] = {}
         for name, described in saved.tensors.items():
@@ -222,7 +223,7 @@ class NamedTensors(SavedPart):
         return LocalTensor(buffer, differs=True)
 
     def settle(self) -> None:
-        """Hands out the filled tensors, and puts the new buffers into their layers."""
+        """Hands the filled tensors to the layers, and adds the new buffers to their layers."""
         super().settle()
         for root, path, tensor in self._new_buffers:
             put_buffer(root, path, tensor)
@@ -231,7 +232,7 @@ class NamedTensors(SavedPart):
         """Returns the name in a checkpoint of each tensor of the whole model and of the loss.
 
         Raises:
-            CheckpointError: The tensors cannot be matched; see :func:`parts.saved_names`.
+            CheckpointError: The tensors cannot be matched by name or by order.
         """
         names = saved_names(self._parts, saved)
         return {**names, **dict(zip(self._loss, self._loss))}
@@ -282,7 +283,7 @@ class OptimizerState(SavedPart):
     def _targets(self, saved: Saved) -> Iterator[tuple[TensorName, LocalTensor]]:
         """Yields the tensors of the state to fill, each after its name in the checkpoint.
 
-        They are created if needed, for the parameters that have state in the checkpoint.
+        State that a parameter has in the checkpoint is created if it does not exist yet.
         """
         _require_optimizer_type(self.kind, saved)
         names, saved_state = self._model.saved_names(saved), _saved_state_names(saved)
@@ -297,20 +298,20 @@ class OptimizerState(SavedPart):
                 yield from state.items()
 
     def settle(self) -> None:
-        """Hands out the filled state, and removes that of parameters without state in the save."""
+        """Hands the filled state to the optimizer; parameters without saved state lose theirs."""
         super().settle()
         for parameter in self._unsaved:
             forget_state(self._optimizer, parameter)
 
     def abandon(self) -> None:
-        """Removes the state that was created to be filled, after an error."""
+        """Removes the state that was created for the restore, after an error."""
         for parameter in self._created:
             forget_state(self._optimizer, parameter)
 
     def _parameters(self) -> Iterator[tuple[str, Any]]:
-        """Yields the name of each parameter whose state this process has, and where the state is.
+        """Yields each parameter whose state this process has: its name, and a handle to the state.
 
-        The second is the argument ``parameter`` of the methods below: here a pair of the number of
+        The handle is the argument ``parameter`` of the methods below: here a pair of the number of
         the parameter's group in the optimizer and the parameter, a :class:`LocalTensor`.
         """
         named = {
@@ -354,8 +355,8 @@ def _require_no_other_state(optimizer: Optimizer) -> None:
     """Checks that an optimizer has no state that a checkpoint would lack.
 
     Raises:
-        ConfigError: It wraps another optimizer, as LookAhead, or stores further tensors, and the
-            script does not allow it.
+        ConfigError: It wraps another optimizer, such as LookAhead does, or stores further tensors,
+            and the script does not allow this.
     """
     job, kind = current_job(), type(optimizer)
     allow = Allow() if job is None else job.allow
@@ -406,7 +407,7 @@ def state_name(path: str, kind: str) -> TensorName:
 
     Args:
         path: The fully qualified name of the parameter.
-        kind: Paddle's name of the kind of accumulator, as ``moment1``.
+        kind: Paddle's name of the kind of accumulator, such as ``moment1``.
     """
     return TensorName(OPTIMIZER, f"{path}/{kind}{_ACCUMULATOR_SUFFIX}")
 
@@ -424,7 +425,7 @@ def _saved_state_names(saved: Saved) -> dict[str, set[TensorName]]:
 
 
 def _require_state_kinds(path: str, kinds: set[TensorName], saved: set[TensorName]) -> None:
-    """Raises ``CheckpointError`` if the saved state of a parameter is other tensors than here.
+    """Raises ``CheckpointError`` if a parameter's state has other tensors in the checkpoint.
 
     Args:
         path: The name of the parameter.
@@ -500,9 +501,10 @@ class ProgramOptimizer(OptimizerState):
         self._by_parameter = program.optimizer_state()
 
     def _parameters(self) -> Iterator[tuple[str, Any]]:
-        """Yields the name of each parameter, and where its state is.
+        """Yields each parameter's name and the tensors of its optimizer state, as a pair.
 
-        The second is a pair: the accumulators by kind; the master weight, or None.
+        The pair is a dict of accumulators by kind, such as ``moment1``, and the master weight or
+        None.
         """
         yield from self._by_parameter.items()
 
@@ -529,6 +531,6 @@ class ProgramOptimizer(OptimizerState):
 
 
 def _shown_names(names: Sequence[str], whose: str) -> str:
-    """Returns up to six names for an error, followed by ``whose``, as "of the program"."""
+    """Returns up to six names for an error, followed by ``whose``, such as "of the program"."""
     shown = ", ".join(names[:6]) + (", .." if len(names) > 6 else "")
     return f"{shown} {whose}" if names else f"nothing {whose}"

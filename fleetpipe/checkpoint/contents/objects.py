@@ -50,7 +50,7 @@ RANDOM = "random"
 
 
 class ScriptState(SavedPart):
-    """One rank's objects and values of ``state=``."""
+    """One rank's objects and values of the argument ``state`` of a save or a restore."""
 
     def __init__(
         self, state: dict[str, Any], coordinates: RankCoordinates, saved: Trees | None = None
@@ -75,7 +75,7 @@ class ScriptState(SavedPart):
 
     @functools.cached_property
     def _contents(self) -> dict[str, tuple[Any, list[Any]]]:
-        """The tree and the tensors of each object or value, by name, taken at the first use."""
+        """The JSON tree and the tensors of each object or value, by name; computed once."""
         contents = {}
         for name, value in self._state.items():
             try:
@@ -164,10 +164,10 @@ def _state_setter(value: Any) -> Any:
 
 
 def trees_for_rank(saved: Mapping[str, Any], coordinates: RankCoordinates) -> Trees:
-    """Chooses for each name in ``state=`` the saved tree that a rank restores.
+    """Chooses for each name in ``state=`` the saved JSON tree that a rank restores.
 
-    It is that of the saved rank with the same coordinates; else of one with the same part of the
-    model in any replica; else the tree that all ranks saved alike.
+    The tree is that of the saved rank with the same coordinates; else of a rank with the same part
+    of the model in any replica; else the tree that all ranks saved alike.
 
     Args:
         saved: The entry of ``state=`` in ``state.json``: "places" has the coordinates of each rank
@@ -223,7 +223,7 @@ def _require_same_specs(name: str, current: message.Structure, saved: message.St
 def _arrays_to_tensors(value: Any) -> Any:
     """Returns a nested value with tensors for NumPy's arrays and Python's numbers for NumPy's.
 
-    A tensor for an array is in a dict, by which :func:`_tensors_to_arrays` recognizes it.
+    A dict around each tensor marks an array's, so that :func:`_tensors_to_arrays` recognizes it.
     """
     if isinstance(value, Mapping):
         return {key: _arrays_to_tensors(part) for key, part in value.items()}
@@ -292,7 +292,7 @@ class Objects:
             )
 
     def only(self, names: Sequence[str] | None) -> Objects:
-        """Returns a copy with only the objects of these names; with all of them for None.
+        """Returns a copy with only the named objects; with all of them for None.
 
         Raises:
             ConfigError: A name is unknown, or its object was not passed.
@@ -391,7 +391,7 @@ class Objects:
         return ScriptState(self.state or {}, coordinates, saved)
 
     def training_state(self, model: NamedTensors | None) -> TrainingState:
-        """Returns the state of the objects beside tensors.
+        """Returns the states of the objects, except tensors.
 
         ``model`` is the result of :meth:`model_part`.
         """

@@ -60,9 +60,9 @@ class Saved(NamedTuple):
         order: The names of the model's parameters and buffers in the order of the model.
         optimizer: The type of the optimizer that was saved; None if there was none.
         replicas: The number of replicas of the job that saved.
-        plain_order: The plain name for each name in ``order``; empty if it is unknown, and
-            ``order`` itself if ``order`` is not a model's, but sorted by name or by a map.
-        adapters: As in :class:`ModelParts`; also empty in older checkpoints.
+        plain_order: For each name in ``order`` the tensor's name in the model without the pipeline;
+            empty if it is unknown; ``order`` itself if that is sorted by name or by a map of names.
+        adapters: The description of LoRA adapters; empty without any, and in older checkpoints.
     """
 
     tensors: Mapping[TensorName, Described]
@@ -107,11 +107,11 @@ class SavedPart:
         """Frees what :meth:`wanted` has allocated, if its tensors were not filled."""
 
     def _tensors(self) -> Iterable[tuple[TensorName, LocalTensor]]:
-        """Returns the tensors that this rank has; a tensor in parts has an item for each part."""
+        """Returns the tensors that this rank has, with an item for each part of a tensor."""
         raise NotImplementedError
 
     def _targets(self, saved: Saved) -> Iterable[tuple[TensorName, LocalTensor]]:
-        """Returns the tensors to fill; a tensor in parts has an item for each part."""
+        """Returns the tensors to fill from a checkpoint, with an item for each part of a tensor."""
         raise NotImplementedError
 
 
@@ -134,7 +134,7 @@ class ProgramSource(Protocol):
 
     Attributes:
         parts: The parameters and running statistics that this process has.
-        by_order: Whether names of a checkpoint are matched by their position in the order.
+        by_order: Whether the tensors of a checkpoint are matched by their order, not by name.
         minimized_by: The optimizer whose ``minimize`` made the program.
     """
 
@@ -145,7 +145,7 @@ class ProgramSource(Protocol):
     def optimizer_state(self) -> Mapping[str, tuple[Mapping[str, LocalTensor], LocalTensor | None]]:
         """Returns the optimizer's variables of each parameter, by the parameter's name.
 
-        They are the accumulators by kind, and the master weight or None.
+        The variables are a dict of the accumulators by kind, and the master weight or None.
 
         Raises:
             ConfigError: The optimizer has state that belongs to no parameter.
@@ -177,7 +177,7 @@ class SavedProgram(Protocol):
         """Returns the description of the program and of the tensors that this process has.
 
         Args:
-            names: The fully qualified names of its variables; see
+            names: The fully qualified names of its variables, as for
                 :class:`fleetpipe.CheckpointManager`.
 
         Raises:
@@ -189,7 +189,8 @@ class SavedProgram(Protocol):
 def saved_names(parts: ModelParts, saved: Saved) -> dict[str, str]:
     """Returns the name in a checkpoint of each tensor of a model, by the tensor's name here.
 
-    Tensors are matched by name, else by plain name, else by order.
+    Tensors are matched by name; else by plain name, which is the name in the model without the
+    pipeline; else by order.
 
     Args:
         parts: The tensors that this process has of the model.
@@ -226,17 +227,24 @@ def saved_names(parts: ModelParts, saved: Saved) -> dict[str, str]:
             fix="call lora.adapt with the targets of the checkpoint, and set stop_gradient = False "
             "of what it has trained besides",
         )
-    ordered = saved.plain_order != saved.order
-    _require_same_shapes({p: wanted[name] for p, name in of_model.items()}, shapes, ordered)
+    # No names agree, so the order must. Equal orders mark a save that is sorted in another way.
+    _require_same_shapes(
+        {plain: wanted[name] for plain, name in of_model.items()},
+        shapes,
+        is_in_model_order=saved.plain_order != saved.order,
+    )
     return dict(zip(wanted, saved.order))
 
 
 def plain_order(order: tuple[str, ...], plain_names: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the first plain name of each fully qualified name; empty if all are the same.
+    """Returns the name of each tensor in the model without the pipeline, its first if several.
 
     Args:
-        order: Fully qualified names.
-        plain_names: The fully qualified name for each plain name.
+        order: The fully qualified names of the tensors.
+        plain_names: The fully qualified name for each name in the model without the pipeline.
+
+    Returns:
+        The names in the same order; empty if all equal the fully qualified ones.
     """
     first_plain_name = {full: plain for plain, full in reversed([*plain_names.items()])}
     plain = tuple(first_plain_name.get(name, name) for name in order)
@@ -249,14 +257,14 @@ def without_copies(
     plain_names: Mapping[str, str],
     read: Callable[[str], bytes],
 ) -> Saved:
-    """Returns a description without copies of tied weights, if the model has these once.
+    """Returns a checkpoint's description without the copies of weights that the model has tied.
 
     Other programs save a tied weight under each of its names.
 
     Args:
         saved: The description of the checkpoint.
         order: The names of the model's tensors in its order, each once.
-        plain_names: See :class:`ModelParts`.
+        plain_names: The fully qualified name for each name in the model without the pipeline.
         read: Returns the bytes of a saved tensor of the model, by its saved name.
     """
     names = {*(plain_order(order, plain_names) or order)}
@@ -265,7 +273,7 @@ def without_copies(
         return saved
 
     def is_copy(name: str) -> bool:
-        """Returns whether a saved tensor has the bytes of one that the model has."""
+        """Returns whether a saved tensor that the model lacks has the bytes of one that it has."""
         described = saved.tensors[TensorName(MODEL, name)]
         return any(
             saved.tensors[TensorName(MODEL, saved_name[of_model])] == described
@@ -280,13 +288,13 @@ def without_copies(
     return saved._replace(order=tuple(needed.values()), plain_order=plain)
 
 
-def _require_same_shapes(wanted: _Shapes, saved: _Shapes, ordered: bool) -> None:
+def _require_same_shapes(wanted: _Shapes, saved: _Shapes, *, is_in_model_order: bool) -> None:
     """Raises an error unless tensors with other names can be matched by the model's order.
 
     Args:
         wanted: The shape of each tensor of the model, in the order of the model.
         saved: The shape of each tensor of the checkpoint.
-        ordered: Whether ``saved`` is in the order of the saved model.
+        is_in_model_order: Whether ``saved`` is in the order of the saved model.
 
     Raises:
         CheckpointError: The numbers, the shapes, or the orders differ or are unknown.
@@ -300,7 +308,7 @@ def _require_same_shapes(wanted: _Shapes, saved: _Shapes, ordered: bool) -> None
             got=f"{len(saved)}, {listed(only_saved or [*saved])}",
             fix="build the model that was saved",
         )
-    if not ordered:
+    if not is_in_model_order:
         raise CheckpointError(
             "the checkpoint has other names than the model, and does not say the model's order",
             expected=listed(only_wanted),

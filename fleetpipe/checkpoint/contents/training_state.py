@@ -127,9 +127,9 @@ class TrainingState:
     def collect(self) -> dict[str, Json]:
         """Returns the states of all objects that were passed, as values of JSON by name.
 
-        A scheduler has "lr_scheduler", and "restarts" for the counters that this lacks. A constant
-        learning rate has "learning_rate", "learning_rate_of_steps" (see :func:`rate_of_steps`) and
-        "first_learning_rate", the script's.
+        The keys of a scheduler are "lr_scheduler", and "restarts" for counters that its state dict
+        lacks. Those of a constant learning rate are "learning_rate", "learning_rate_of_steps" (see
+        :func:`rate_of_steps`) and "first_learning_rate", which the script began with.
         """
         streams = None if self._program is None else self._program.streams()
         state: dict[str, Json] = {"random": random_states(streams)}
@@ -186,7 +186,7 @@ class TrainingState:
         self._require_types(state, scheduler)
 
     def _require_types(self, state: Mapping[str, Json], scheduler: Scheduler) -> None:
-        """Checks the types of all values, since tensors are restored before these are set.
+        """Checks the types of all values, before tensors are restored and the values are set.
 
         Args:
             state: The merged state of all ranks.
@@ -320,7 +320,7 @@ def _gradient_sums() -> str | None:
 
 
 def _with_inner_schedulers(scheduler: Scheduler) -> list[Scheduler]:
-    """Returns a scheduler and the schedulers inside it, as the one that follows a warm-up."""
+    """Returns a scheduler and the schedulers inside it, such as the one that follows a warm-up."""
     schedulers = [scheduler]
     inner = vars(scheduler).get("learning_rate")
     while hasattr(inner, "set_state_dict"):
@@ -398,8 +398,8 @@ def merge_states(
 ) -> dict[str, Json]:
     """Merges the states of all ranks of a job into one, for ``state.json``.
 
-    A value may come from only some ranks. Random states, attributes and the state of ``state=``
-    are stored for each rank.
+    Some values exist on some ranks only. Random states, attributes and the state of ``state=`` are
+    stored for each rank.
 
     Args:
         states: The state of each rank.
@@ -433,7 +433,7 @@ def merge_states(
 
 
 def random_states(streams: StageStreams | None = None) -> Json:
-    """Returns the current random states of this process, as values of JSON by generator.
+    """Returns the random states of this process: a value of JSON by each generator's name.
 
     Args:
         streams: The random streams of a static program's stages; None in dynamic graph.
@@ -453,7 +453,7 @@ def random_states(streams: StageStreams | None = None) -> Json:
 
 
 def set_random_states(states: Json) -> None:
-    """Restores a result of :func:`random_states`, except streams that do not exist here."""
+    """Restores a result of :func:`random_states`; streams that this process lacks are ignored."""
     paddle_random.set_generator_states(states["paddle"])
     tracker, card = paddle_fleet.meta_parallel.get_rng_state_tracker(), device_id()
     streams = tracker.get_states_tracker()

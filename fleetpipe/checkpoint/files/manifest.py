@@ -50,7 +50,7 @@ def tensor_digest(tensor: Described, parts: Iterable[Any]) -> str:
 
     Args:
         tensor: The tensor's dtype and shape.
-        parts: All its bytes, in one or more blocks.
+        parts: All bytes of the tensor, in one or more blocks.
     """
     digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}\n".encode())
     for part in parts:
@@ -128,11 +128,13 @@ class Manifest:
         metrics: The numbers, by name, of which ``best`` compares one.
         layout: Ranks along each axis of the job that saved; only the number of replicas matters.
         versions: The versions of fleetpipe and Paddle; nothing depends on them.
-        plain_order: As in :class:`Saved`.
+        plain_order: For each name in ``order`` the tensor's name in the model without the pipeline,
+            as in :class:`Saved`.
         script: The name of the script that saved and a digest of its arguments; empty if they are
-            unknown, as in older checkpoints.
-        allowed: What the run allowed by ``fleetpipe_configs["allow"]``, as ``KIND:NAME``.
-        adapters: As in :class:`Saved`.
+            unknown, such as in older checkpoints.
+        allowed: What the run allowed by ``fleetpipe_configs["allow"]``, each in the form
+            ``KIND:NAME``.
+        adapters: The description of LoRA adapters; empty without any.
     """
 
     step: int
@@ -268,7 +270,7 @@ def _parse_contents(content: JsonValue) -> Manifest:
 
 
 def _parse_entry(content: JsonValue, files: Collection[str]) -> Entry:
-    """Makes the entry of a tensor of parsed JSON, and checks that its parts make up the tensor.
+    """Makes a tensor's entry of parsed JSON; checks that the entry's parts make up the tensor.
 
     ``files`` are the names of the files that an entry may name.
     """
@@ -287,7 +289,7 @@ def _parse_entry(content: JsonValue, files: Collection[str]) -> Entry:
 
 
 def _parse_written_part(content: JsonValue) -> WrittenPart:
-    """Makes a part of a tensor of parsed JSON, a list of its region and its checksum."""
+    """Makes a tensor's part of its parsed JSON, a list of the region and the checksum."""
     items = content.items()
     if len(items) != 2:
         raise content.refused("a cut and a checksum")
@@ -320,7 +322,7 @@ class SavedStep(Protocol):
     def opened(
         self,
     ) -> AbstractContextManager[Callable[[TensorName, Region | None, memoryview], None]]:
-        """Opens the files, and yields ``read``; see :meth:`StepReader.opened`."""
+        """Opens the files, and yields a function that reads, as :meth:`StepReader.opened` does."""
 
 
 class StepReader:
@@ -451,7 +453,7 @@ class StepReader:
 
     @contextmanager
     def _open_files(self) -> Iterator[Callable[[TensorName], tuple[FileIO, Stored]]]:
-        """Opens each file when it is first asked for, and closes all at the end.
+        """Opens each file when a tensor of it is first needed, and closes all at the end.
 
         Yields:
             A function that returns the open file of a tensor, and the tensor's offset in it.
@@ -471,7 +473,7 @@ class StepReader:
 
 @contextmanager
 def _as_damage(path: Path) -> Iterator[None]:
-    """Turns an error of the system in this context into the error that a file is damaged."""
+    """In this context, turns an ``OSError`` into the error that the file at ``path`` is damaged."""
     try:
         yield
     except (OSError, EOFError) as error:

@@ -70,7 +70,7 @@ class _Lock:
 
     @property
     def is_open(self) -> bool:
-        """Whether this process has the file open, and it is still the file in the folder."""
+        """Whether this process has the file open, and the folder still has the same file."""
         return self.process == os.getpid() and _is_current_file(self.descriptor, self.file)
 
     def release(self) -> None:
@@ -137,7 +137,7 @@ class FolderOwner:
         self._lock.release()
 
     def leave_to_parent(self) -> None:
-        """Closes the file in a fork, which would keep the lock after the writer's end."""
+        """Closes the file in a fork, so that the fork does not keep the lock of its parent."""
         if self._lock.process:
             os.close(self._lock.descriptor)
             self._lock.process = 0
@@ -157,7 +157,7 @@ class FolderOwner:
             raise
 
     def _lock_or_refuse(self, descriptor: int) -> None:
-        """Locks the open file ``.writer``.
+        """Locks the open file ``.writer``, which makes this process the writer of the folder.
 
         Raises:
             CheckpointError: Another job has locked it, or no job has written it.
@@ -172,7 +172,7 @@ class FolderOwner:
             raise self._other_writer_error(text)
 
     def _remove_of_other_user(self) -> None:
-        """Removes a file ``.writer`` that this user may only read, if its job has ended."""
+        """Removes another user's file ``.writer``, if the job that wrote it has ended."""
         descriptor = self._open(os.O_RDONLY)
         try:
             self._lock_or_refuse(descriptor)
@@ -207,7 +207,7 @@ class FolderOwner:
 
 
 def _leave_locks_to_parent() -> None:
-    """Closes all locked files in a fork of this process."""
+    """Closes all locked files in a fork, so that the fork does not keep its parent's locks."""
     for owner in [*_owner_of_folder.values()]:
         owner.leave_to_parent()
 
@@ -222,7 +222,7 @@ def _read_writer(descriptor: int) -> bytes:
 
 
 def _is_current_file(descriptor: int, file: Path) -> bool:
-    """Returns whether a path still names the open file."""
+    """Returns whether a path still leads to the open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), file.lstat())
     except FileNotFoundError:
@@ -252,7 +252,7 @@ def _parse_writer(text: bytes) -> dict[str, Any]:
 def _try_lock(descriptor: int, text: bytes) -> bool:
     """Locks an open file ``.writer``, and returns whether this process may write the folder.
 
-    If the file system has no locks, it may unless the process named in ``text`` still runs here.
+    On a file system without locks it may, unless the process named in ``text`` still runs here.
     """
     try:
         return not systems.HAS_LOCKS or systems.lock(descriptor, wait=False)
@@ -268,7 +268,7 @@ def folder_of(run_directory: Path, step: int) -> Path:
 
 
 def draft_of(run_directory: Path, step: int, key: str) -> Path:
-    """Returns the path of a step's draft; each attempt to save has another ``key``."""
+    """Returns the path of the folder in which an attempt, named by ``key``, writes a step."""
     return run_directory / f"{_DRAFT}{step:08d}-{key}"
 
 
@@ -311,7 +311,7 @@ def find_step(path: Path, step: int | None = None) -> Path:
 
 
 def publish(draft: Path, run_directory: Path, step: int) -> None:
-    """Renames a draft, whose files are on the disk, to the folder of its step.
+    """Renames a draft, the folder of a step that is now written, to the name of a complete step.
 
     An older step with the same number is removed.
 
@@ -395,7 +395,7 @@ def remove_drafts(run_directory: Path) -> None:
 
 
 def remove_left(path: Path) -> None:
-    """Removes a draft, or a link; logs a warning if it cannot be removed."""
+    """Removes a draft of a step, or a link; logs a warning if that fails."""
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

@@ -340,14 +340,14 @@ class FilePlan(NamedTuple):
     shares: Mapping[str, Mapping[str, tuple[Share, ...]]]
 
     def header_writer(self, file: str) -> int:
-        """Returns the rank that writes the header of a file: the one that writes its first part."""
+        """Returns the rank that writes the header and the first part of a file."""
         first_part, *_ = next(iter(self.shares[file].values()))
         return first_part.writer
 
     def parts_of(self, rank: int) -> list[tuple[TensorName, str, Region | None]]:
         """Returns the parts that a rank writes, in the order of the files.
 
-        Each has the name of the tensor, the name of the file, and the region of the part.
+        Each item is the name of the tensor, the name of the file, and the region of the part.
         """
         return [
             (TensorName(group, name), file, share.cut)
@@ -360,7 +360,7 @@ class FilePlan(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """A description of the part that one rank has of a tensor; see :class:`LocalTensor`.
+    """A description of the part that one rank has of a tensor.
 
     Attributes:
         tensor: The dtype and shape of the full tensor.
@@ -521,7 +521,7 @@ def _choose_writers(
 def _select_tiling(
     name: TensorName, tensor: Described, cuts: list[Region | None]
 ) -> list[Region | None]:
-    """Returns those of the regions that make up the full tensor without overlap, in order.
+    """Selects, in order, regions that make up the full tensor without overlap.
 
     Args:
         name: The name of the tensor, for the error.

@@ -70,7 +70,7 @@ def bytes_of_tensor(local: LocalTensor) -> memoryview:
 
 
 def empty_like(local: LocalTensor) -> tuple[Tensor | np.ndarray, memoryview]:
-    """Returns an uninitialized tensor like this rank's part, and its memory to fill."""
+    """Returns an uninitialized tensor like this rank's part, and the tensor's memory to fill."""
     if isinstance(local.tensor, np.ndarray):
         array = np.empty_like(local.tensor, order="C")
         return array, _as_bytes(array)
@@ -78,7 +78,7 @@ def empty_like(local: LocalTensor) -> tuple[Tensor | np.ndarray, memoryview]:
 
 
 def empty(described: Described) -> tuple[Tensor, memoryview]:
-    """Returns an uninitialized tensor of a dtype and shape, and its memory to fill."""
+    """Returns an uninitialized tensor of a dtype and shape, and the tensor's memory to fill."""
     leaf = TensorLeaf(described.dtype, described.shape, True)
     (tensor,), memories = bridge.allocate([leaf])
     return tensor, memories[0] if memories else memoryview(bytearray())
@@ -184,25 +184,25 @@ class Writing:
         """Starts a thread that writes; the process waits for it before it exits."""
 
         def run_at_low_priority() -> None:
-            """Writes in a thread that leaves the processors to the training."""
+            """Writes with a low priority, so that the training has the processors."""
             systems.lower_priority(_NICE)
             self.run()
-            # Frees the copies, although :meth:`end` may come much later.
-            self._bytes_of = dict[TensorName, memoryview]().__getitem__
+            # The function holds the copies of the tensors; :meth:`end` may come much later.
+            del self._bytes_of
 
         name = "fleetpipe checkpoint writer"
         self._thread = threading.Thread(target=run_at_low_priority, name=name)
         self._thread.start()
 
     def run(self) -> None:
-        """Writes, and stores an error so that :meth:`end` raises it."""
+        """Writes this rank's part, and stores an error so that :meth:`end` raises it."""
         try:
             write(self.task, self._bytes_of)
         except Exception as error:  # Saver.settle raises it on all ranks
             self._error = error
 
     def run_with(self, ranks: Ranks, elsewhere: Sequence[int]) -> None:
-        """Writes; rank 0 also writes the parts of ranks that do not see its folder. Collective.
+        """Writes this rank's part; rank 0 also those of ranks without its folder. Collective.
 
         Args:
             ranks: All ranks of the job.
@@ -237,12 +237,12 @@ class Writing:
 
 
 def bytes_in(local: Mapping[TensorName, LocalTensor]) -> BytesOf:
-    """Returns a function that returns the bytes of a tensor in ``local`` by its name."""
+    """Returns a function from the name of a tensor in ``local`` to the tensor's bytes."""
     return lambda name: bytes_of_tensor(local[name])
 
 
 def write(task: Assignment, bytes_of: BytesOf) -> None:
-    """Writes this rank's parts and its report; the last rank to finish publishes the step.
+    """Writes this rank's parts and its report; the last rank makes the draft a complete step.
 
     Args:
         task: What the rank has to write.
@@ -288,7 +288,7 @@ def _report_path(draft: Path, rank: int) -> Path:
 
 
 def _publish_if_complete(task: Assignment) -> None:
-    """Publishes the step if the reports of all ranks are there, and applies the retention."""
+    """Makes the draft a complete step if all ranks have reported; then removes old steps."""
     reports = [_report_path(task.draft, rank) for rank in range(task.ranks)]
     try:
         if not all(report.exists() for report in reports):
@@ -330,8 +330,8 @@ def _manifest_entries(
 
     Args:
         task: The task of a rank, with the plan of the files.
-        reports: The report of each rank: by file and tensor, a row for each part that it wrote, of
-            the region, the checksum and the digest.
+        reports: The report of each rank: by file and tensor, a row for each part that the rank
+            wrote, with the region, the checksum and the digest.
     """
     entries, shared_digests = {}, _digests_of_shared_tensors(task)
     for group, files in task.plan.groups.items():

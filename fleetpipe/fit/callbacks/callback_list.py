@@ -82,7 +82,7 @@ def build_callback_list(
 
 
 def _refuse_reduce_on_plateau(model: Any, callbacks: list[Any]) -> None:
-    """Refuses a learning rate that the callbacks cannot step.
+    """Raises an error for a learning rate that the callbacks cannot step.
 
     Raises:
         ConfigError: The rate is a ``ReduceOnPlateau``, whose step takes a loss that Paddle's

@@ -38,11 +38,11 @@ class StepManager(CheckpointManager):
         self.metrics: Mapping[str, float] = {}
 
     def newest_due(self, step: int) -> int:
-        """Returns the newest step up to ``step`` that ``every`` makes due; 0 without one."""
+        """Returns the newest step, at most ``step``, to be saved by ``every``; 0 if none."""
         return 0 if self.every is None else step - step % self.every
 
     def save(self, step: int, *, force: bool = False, **state: Any) -> Saving | None:
-        """Saves a step if it is due or forced."""
+        """Saves a step if ``due`` is set or ``force`` is given."""
         return super().save(step, force=force or self.due, metrics=self.metrics, **state)
 
 
@@ -105,7 +105,8 @@ class PipelineCheckpoint(rank_policy.Callback):
             position: The position of the training in its data, which a checkpoint sets.
             save_dir: The folder to use if the constructor got none.
             resumes: Whether to resume from the newest checkpoint of the folder.
-            state: The script's own state; those of callbacks on this rank alone are added.
+            state: The script's own state; the states of callbacks that only this rank runs are
+                added.
 
         Raises:
             CheckpointError: The newest checkpoint is damaged, or does not fit.
@@ -150,7 +151,7 @@ class PipelineCheckpoint(rank_policy.Callback):
                     signal.signal(number, handler)
 
     def _new_manager(self, run_directory: Path) -> StepManager:
-        """Returns a manager that saves into a folder; Ray's callback has another one."""
+        """Returns a manager that saves into a folder; Ray's callback overrides this."""
         return StepManager(run_directory, best=self._best, **self._options)
 
     def after_step(self) -> None:
@@ -203,7 +204,7 @@ class PipelineCheckpoint(rank_policy.Callback):
         self.model.pipeline.require_running().share("saving", save)
 
     def _checkpoint_metrics(self, evaluated: Mapping[str, Any]) -> dict[str, float]:
-        """Returns the metric of ``best`` by name: without an evaluation, the worst possible number.
+        """Returns the metric of ``best``, by name; without an evaluation, as the worst number.
 
         Args:
             evaluated: The logs of an evaluation; empty without one.

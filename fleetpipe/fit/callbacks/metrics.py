@@ -19,7 +19,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -114,7 +114,7 @@ class BusyTimes:
         self._spans: defaultdict[int, float] = defaultdict(float)
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
-        """Returns an instruction that also measures the time of an action on its rank."""
+        """Returns an instruction of the engine that also measures the time of its action."""
         if not isinstance(op, Action):
             return instruction
         rank = played.rank
@@ -141,9 +141,9 @@ class BusyTimes:
 
 
 class ThroughputMonitor(rank_policy.Callback):
-    """Adds ``samples_per_second`` and similar figures to the logs, for other callbacks.
+    """Adds ``samples_per_second`` and similar figures to the logs, for the callbacks after it.
 
-    Put it before the callbacks that use them. Figures are measured over ``log_freq`` batches.
+    Figures are measured over ``log_freq`` batches.
 
     Attributes:
         figures: The last figures: ``samples_per_second``, ``tokens_per_second`` (with
@@ -234,11 +234,21 @@ class ThroughputMonitor(rank_policy.Callback):
 def peak_memory() -> int:
     """Returns the peak memory of this process in bytes, on a GPU the memory of the GPU.
 
-    It is 0 if the system does not report it, as on Windows.
+    It is 0 if the system does not report it, such as on Windows.
     """
     if device_kind() == "gpu":
         return int(paddle.device.cuda.max_memory_allocated())
     return systems.resident_bytes(peak=True)
+
+
+class Sink(Protocol):
+    """Writes rows of metrics, which are dicts with ``step`` and ``phase``, in one format."""
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Writes a row."""
+
+    def close(self) -> None:
+        """Closes the file or the connection; no row follows."""
 
 
 class MetricsLogger(rank_policy.Callback):
@@ -284,8 +294,7 @@ class MetricsLogger(rank_policy.Callback):
                 )
         extra("callbacks").require_packages(self._formats)
         self._config = dict(config or {})
-        #: The writers of rows, one for each format.
-        self._sinks: list[Any] = []
+        self._sinks: list[Sink] = []
         self._epoch = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -351,7 +360,7 @@ class _JsonLines:
 
 
 class _Csv:
-    """Writes a CSV table with a row for each number, since evaluations have other numbers."""
+    """Writes a CSV table with a row for each number, since not all steps have the same numbers."""
 
     _COLUMNS = ("step", "epoch", "phase", "time", "name", "value")
 
@@ -387,15 +396,12 @@ class _Csv:
 
 
 def _writers_by_format() -> dict[str, Any]:
-    """Returns the class that writes rows in a format, by the format's name.
-
-    Its ``write`` takes a row, a dict with ``step`` and ``phase``; ``close`` ends the file.
-    """
+    """Returns the class of :class:`Sink` for each format, by the format's name."""
     return {"jsonl": _JsonLines, "csv": _Csv, **extra("callbacks").TRACKERS}
 
 
 def _to_json_number(name: str, value: Any) -> float | list[float]:
-    """Returns a metric as a number for JSON, or as a list if it has a number for each rank."""
+    """Returns a metric's number for JSON, or a list if the metric has a number for each rank."""
     if isinstance(value, list):
         return list(map(float, value)) if name in PER_RANK else float(value[0])
     return float(value)

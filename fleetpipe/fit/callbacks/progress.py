@@ -190,7 +190,7 @@ class Progress(paddle.callbacks.ProgBarLogger):
             )
 
     def _update_bar(self, bar: tqdm, logs: Any) -> None:
-        """Sets the texts beside the bar, as many as fit: loss, rate and time left before others."""
+        """Sets as many texts beside the bar as fit: loss, rate and time left before others."""
         head = f"{self._title}: 100%|| {self._steps}/{self._steps}, "
         width = (bar.format_dict["ncols"] or _DEFAULT_WIDTH) - len(head) - _BAR_WIDTH
         texts = self._texts(logs)
@@ -211,7 +211,7 @@ class Progress(paddle.callbacks.ProgBarLogger):
         return [*shown, f"{speed} samples/s", *self._end_of_training()]
 
     def _end_of_training(self) -> list[str]:
-        """Returns the time that is left of a training, and its end, as texts; [] if unknown."""
+        """Returns texts with the time left of a training and when it ends; [] if unknown."""
         if not self._to_come or not self._trained:
             return []
         left = self._to_come / self._trained * (time.perf_counter() - self._training_since)
@@ -223,7 +223,7 @@ class Progress(paddle.callbacks.ProgBarLogger):
 
 @contextmanager
 def closing_bars(callbacks: Sequence[Any]) -> Iterator[None]:
-    """Opens a context at whose end the bars of the callbacks close, also after an error."""
+    """Returns a context at whose end the callbacks' bars are closed, also after an error."""
     try:
         yield
     finally:

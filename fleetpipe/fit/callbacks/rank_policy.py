@@ -33,7 +33,7 @@ class ModelCheckpoint(paddle.callbacks.ModelCheckpoint):
     """Paddle's ``ModelCheckpoint`` on every rank, because ``Model.save`` is collective."""
 
     def _is_save(self) -> bool:
-        """Returns whether it saves; Paddle's method is true on the first rank alone."""
+        """Returns whether this rank saves; Paddle's method is true on the first rank only."""
         return bool(self.model and self.save_dir)
 
 
@@ -52,7 +52,7 @@ class LRScheduler(paddle.callbacks.LRScheduler):
         self._open_batches = 0
 
     def on_train_batch_begin(self, step: int, logs: Any = None) -> None:
-        """Advances the rate for the batch before, if it belongs to the same step."""
+        """Advances the rate for the batch before, if that belongs to the same step."""
         if self._open_batches:
             super().on_train_batch_end(step, logs)
         self._open_batches += 1
@@ -76,7 +76,8 @@ def callback_of_rank(callback: Any, is_rank: Callable[[str], bool]) -> Any:
         is_rank: Returns whether this rank is the one that ``"first"`` or ``"loss"`` names.
 
     Raises:
-        ConfigError: It is no callback, or its ``on_rank`` has another value.
+        ConfigError: It is no callback, or its ``on_rank`` is neither ``"first"`` nor ``"loss"`` nor
+            ``"all"``.
     """
     require_callback(callback)
     rank = getattr(callback, "on_rank", "all")
@@ -99,7 +100,7 @@ def callback_of_rank(callback: Any, is_rank: Callable[[str], bool]) -> Any:
 def say(text: str) -> None:
     """Writes a line to standard output and flushes it, so that a log file has it at once.
 
-    A bar in the terminal moves below it.
+    A progress bar in the terminal moves below the line.
     """
     tqdm.write(text, file=sys.stdout)
     sys.stdout.flush()
