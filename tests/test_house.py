@@ -8,8 +8,10 @@ layer.
 from __future__ import annotations
 
 import ast
+import io
 import re
 import sys
+import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -314,6 +316,44 @@ def test_a_folder_is_one_subject() -> None:
         if count > LARGER.get(folder, MODULES_IN_A_FOLDER)
     }
     assert too_large == {}, "expected: at most 14 modules; move those of one subject to a folder"
+
+
+#: The most files of the package, and of its tests.
+MOST_FILES, MOST_FILES_OF_TESTS = 400, 330
+NOT_CODE = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
+    *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
+}
+
+
+def lines_of_code(path: Path) -> int:
+    """Returns the lines that have something beside comments and docstrings."""
+    text = path.read_text(encoding="utf-8")
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    code = {
+        line
+        for token in tokens
+        if token.type not in NOT_CODE
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            code -= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    return len(code)
+
+
+def test_there_are_few_files(capsys: pytest.CaptureFixture[str]) -> None:
+    tests = [*(ROOT / "tests").rglob("*.py")]
+    parts = [
+        (title, [path for name, path in modules().items() if ring(name) == number])
+        for number, title in enumerate(("core", "standard", "extras"))
+    ]
+    with capsys.disabled():
+        print()
+        for title, files in (*parts, ("package", [*modules().values()]), ("tests", tests)):
+            print(f"{title}: {len(files)} files, {sum(map(lines_of_code, files)):,} lines of code")
+    assert len(modules()) <= MOST_FILES
+    assert len(tests) <= MOST_FILES_OF_TESTS
 
 
 def test_a_package_names_files_that_are_there() -> None:
