@@ -57,7 +57,7 @@ _answers_by_code: _Answers = {}
 
 
 def is_of_library(value: object) -> bool:
-    """Whether the module of an object belongs to ``LIBRARIES``; a text is the name of a module."""
+    """Whether a module, given by name or by an object in it, belongs to ``LIBRARIES``."""
     module = value if isinstance(value, str) else getattr(value, "__module__", "builtins")
     return str(module).partition(".")[0] in LIBRARIES
 
@@ -137,7 +137,7 @@ def _answer_once(answers: _Answers, value: Any, decide: Callable[[], bool]) -> b
 
 
 def _reaches_generator(code: Any) -> bool:
-    """Whether the names in code lead to a generator, perhaps through other code.
+    """Whether the names in code lead to a random generator, perhaps through other code.
 
     Args:
         code: A function, a class, a module or a generator.
@@ -159,7 +159,7 @@ def _reaches_generator(code: Any) -> bool:
 
 
 def _is_generator(value: Any, names: frozenset[str] | None) -> bool:
-    """Whether an object is a generator, a method of one, or a module with generators.
+    """Whether an object is a random generator, a method of one, or a module with generators.
 
     Args:
         value: The object.
@@ -240,6 +240,6 @@ def _dict_of(value: Any) -> Mapping[str, Any]:
 
 
 def _is_skipped(value: object) -> bool:
-    """Whether an object belongs to a library whose code is not read; a text names a module."""
+    """Whether a module, by name or by an object in it, is of a library whose code is not read."""
     module = value if isinstance(value, str) else getattr(value, "__module__", None)
     return is_of_library(value) and not str(module).startswith(_PACKAGES_THAT_DRAW)

@@ -23,7 +23,7 @@ from fleetpipe.paddle_api import paddle
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
-    """Returns the gradient of ``parameter``, or None; a ``main_grad`` is float32."""
+    """Returns the gradient of ``parameter``: its float32 ``main_grad``, else ``grad``, or None."""
     main = getattr(parameter, "main_grad", None)
     return parameter.grad if main is None else main
 

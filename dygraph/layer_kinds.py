@@ -111,7 +111,7 @@ def kinds_of(layer: Any) -> list[LayerKind]:
 
 
 def whole_state(layer: Layer) -> dict[str, Tensor]:
-    """Returns the parameters and buffers of a layer by their names on one device, in order."""
+    """Returns the parameters and buffers that a layer has on one device, by name, in order."""
     # The method of Layer, because a class may override it with other keys.
     state: dict[str, Tensor] = paddle.nn.Layer.state_dict(layer)
     for kind in kinds_of(layer):
@@ -120,6 +120,6 @@ def whole_state(layer: Layer) -> dict[str, Tensor]:
 
 
 def fill_gradients(parameters: Mapping[str, Tensor]) -> None:
-    """Gives parameters without a gradient one, such as those of experts without tokens."""
+    """Gives a gradient to parameters that have none, such as those of experts without tokens."""
     for kind in kinds_in(parameters):
         kind.fill_gradients(parameters)

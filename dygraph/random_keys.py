@@ -221,7 +221,7 @@ class Keys:
 
     @contextmanager
     def within(self, stream: tuple[int, ...], *functions: Callable[..., Any]) -> Iterator[None]:
-        """While it is open, code draws from a stream; then the states from before are restored.
+        """A context in which code draws from a stream; then the states from before are restored.
 
         Args:
             stream: The numbers that name the stream.
@@ -256,7 +256,7 @@ class Keys:
 
     @contextmanager
     def stream(self, name: str) -> Iterator[None]:
-        """While it is open, numbers are drawn from the stream ``name`` of Paddle's tracker.
+        """A context in which numbers are drawn from the stream ``name`` of Paddle's tracker.
 
         A stream that is opened again within the same call of a layer continues. A stream that is
         not common to all shards has another seed on each.
@@ -332,7 +332,7 @@ def draw_keys(mode: str, python: bool = False, part: int = 0, training: bool = T
 
 @contextmanager
 def under_keys(keys: Keys | None, group: Group) -> Iterator[None]:
-    """While it is open, layers draw by the seeds ``keys``; at the end restores the generators.
+    """A context in which layers draw by the seeds ``keys``; at the end restores the generators.
 
     Collective.
 

@@ -177,7 +177,7 @@ def find_in_layers(function: Callable[[Nest], Nest], parameter: Tensor) -> Itera
 
 @contextmanager
 def _replace_parameters(replacements: Sequence[tuple[ParameterSlot, Tensor]]) -> Iterator[None]:
-    """While it is open, layers have other tensors in the places of their parameters."""
+    """A context in which layers have other tensors in the places of their parameters."""
     originals = [slot.table[slot.name] for slot, _ in replacements]
     for slot, replacement in replacements:
         slot.table[slot.name] = replacement

@@ -168,9 +168,9 @@ class GradientArrivals:
 
     @contextmanager
     def record(self, stage: int, kind: str, layers_of: LayersOf) -> Iterator[None]:
-        """While it is open, an action of a stage runs; records which parameters get gradients.
+        """A context in which an action of a stage runs; records which parameters get gradients.
 
-        At the first action of a stage it adds the hooks that record.
+        The first action of a stage adds the hooks that record them.
 
         Args:
             stage: The stage of the action.
@@ -206,11 +206,12 @@ class GradientArrivals:
         self._parameters[name] = parameter
         kinds = self.kinds.setdefault(name, set())
 
-        def note(_grad: Tensor) -> None:
+        def note_kind(_grad: Tensor) -> None:
+            """Notes whether an action I or W runs as the parameter gets a gradient."""
             if self._kind:
                 kinds.add(self._kind)
 
-        self._handles.append((parameter, parameter.register_hook(note)))
+        self._handles.append((parameter, parameter.register_hook(note_kind)))
 
 
 class Meeting(NamedTuple):
@@ -223,12 +224,12 @@ class Meeting(NamedTuple):
     Attributes:
         edges: The number of gradients that operations of the stage send to the tensor.
         outputs: The numbers of the stage's outputs that are the tensor itself.
-        ways: The numbers of the stage's outputs whose backward reaches the tensor.
+        reached_by: The numbers of the stage's outputs whose backward reaches the tensor.
     """
 
     edges: int
     outputs: tuple[int, ...]
-    ways: tuple[int, ...]
+    reached_by: tuple[int, ...]
 
 
 class Crossing(NamedTuple):
@@ -244,8 +245,8 @@ class Crossing(NamedTuple):
     joined: tuple[Meeting, ...]
 
     def plain(self) -> list[list[MeetingFields]]:
-        """Returns the crossing as lists and tuples, to send to other ranks."""
-        return [[(m.edges, m.outputs, m.ways) for m in meetings] for meetings in self]
+        """Returns the fields as lists and tuples, to send to other ranks."""
+        return [[(m.edges, m.outputs, m.reached_by) for m in meetings] for meetings in self]
 
     @classmethod
     def from_plain(cls, plain: list[list[MeetingFields]]) -> Crossing:
@@ -254,7 +255,7 @@ class Crossing(NamedTuple):
 
 
 def crossing_of(received: Sequence[Tensor], outputs: Sequence[Tensor]) -> Crossing:
-    """Walks the backward graph of a stage, after the backward, and returns the stage's crossing.
+    """Returns where other stages may change the order of a stage's sums, from its backward graph.
 
     Args:
         received: The tensors that the stage received and that need a gradient.
@@ -283,8 +284,8 @@ def crossing_of(received: Sequence[Tensor], outputs: Sequence[Tensor]) -> Crossi
             outputs_at_node: The numbers of the stage's outputs that are this very tensor; often
                 none.
         """
-        ways = tuple(index for index, nodes in enumerate(reach) if node in nodes)
-        return Meeting(edges[node], tuple(outputs_at_node), ways)
+        reached_by = tuple(index for index, nodes in enumerate(reach) if node in nodes)
+        return Meeting(edges[node], tuple(outputs_at_node), reached_by)
 
     meetings: set[Meeting] = set()
     for node in edges.keys() | set(roots):
@@ -300,12 +301,12 @@ def crossing_of(received: Sequence[Tensor], outputs: Sequence[Tensor]) -> Crossi
         for node in received_nodes
     ]
     # Only three or more gradients have several orders.
-    joined = (m for m in meetings if len(m.ways) > 1 and (m.outputs or m.edges > 2))
+    joined = (m for m in meetings if len(m.reached_by) > 1 and (m.outputs or m.edges > 2))
     return Crossing(tuple(arrivals), tuple(sorted(joined)))
 
 
 def reordered(crossings: Mapping[int, Crossing]) -> list[int]:
-    """Returns the stages that may add gradients in another order than one graph of the model.
+    """Returns the stages that may add gradients in another order than the uncut model does.
 
     Args:
         crossings: The crossings of all stages of a chain, by stage.
@@ -320,15 +321,17 @@ def reordered(crossings: Mapping[int, Crossing]) -> list[int]:
     for stage in sorted(crossings, reverse=True):
         # The loss, the only output of the last stage, has one gradient.
         crossing, count = crossings[stage], sums or [1]
-        ways = (i for meetings in crossing for meeting in meetings for i in meeting.ways)
-        outputs = 1 + max(ways, default=0)
+        reached_by = (
+            i for meetings in crossing for meeting in meetings for i in meeting.reached_by
+        )
+        outputs = 1 + max(reached_by, default=0)
         if outputs > len(count):
             # A captured model also has edges to later stages, whose gradients may all be sums.
             count = [2] * outputs
         # Three or more gradients meet, and come from several outputs.
         if any(
             meeting.edges + sum(count[i] for i in meeting.outputs) > 2
-            and sum(count[i] > 0 for i in meeting.ways) > 1
+            and sum(count[i] > 0 for i in meeting.reached_by) > 1
             for meeting in crossing.joined
         ):
             stages.append(stage)

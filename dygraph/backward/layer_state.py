@@ -63,8 +63,8 @@ def reachable_containers(layers: Collection[Layer], functions: Iterable[object])
     """Yields the containers, and the attribute dicts of objects, that a forward may write to.
 
     They are the module variables, values of closures and attributes that are named in the code of
-    forwards, of hooks and of ``functions``, or in the methods and functions that this code calls.
-    Code that these call is not read: a search of all reachable code would not end.
+    forwards, of hooks and of ``functions``, or in the methods and functions that this code calls,
+    but not in any that those call: a search of all reachable code would not end.
 
     Args:
         layers: The layers whose forwards and hooks are read.
@@ -137,7 +137,7 @@ class _SavedBuffer(NamedTuple):
 class LayerStates:
     """The attributes, buffers and statistics of layers at one moment.
 
-    The content of lists, dicts and sets among the attributes is restored, but not of nested ones.
+    The content of lists, dicts and sets among the attributes is restored, not that of nested ones.
     """
 
     def __init__(self, layers: Collection[Layer], copies: Copies) -> None:
@@ -172,7 +172,7 @@ class LayerStates:
 
     @contextmanager
     def put_back(self, functions: Iterable[object]) -> Iterator[None]:
-        """While it is open, the layers have the stored state, with copies of their buffers.
+        """A context in which the layers have the stored state, with copies of their buffers.
 
         At the end they have again the state that they had when it was opened, also in the
         containers that the layers or ``functions`` may write to.
@@ -206,7 +206,7 @@ class LayerStates:
 def model_kept(
     layers: Collection[Layer], parameters: Collection[Tensor], functions: Iterable[object] = ()
 ) -> Iterator[None]:
-    """At its end, restores gradients and the state of layers, but not their weights.
+    """A context that restores gradients and the state of layers, but not weights, at its end.
 
     Args:
         layers: The layers, sublayers included.
@@ -259,7 +259,7 @@ def _copy_buffer(table: dict[str, Any], name: str, copies: Copies) -> Tensor:
 
 
 def _is_computed(value: object) -> bool:
-    """Whether a value is a tensor with a gradient, as a weight that ``weight_norm`` computes."""
+    """Whether a value is a tensor with a gradient, such as a weight that ``weight_norm`` makes."""
     return isinstance(value, paddle.Tensor) and not value.stop_gradient
 
 
@@ -276,8 +276,8 @@ class Change(Protocol):
 class OwnState:
     """The state of one of two computations that run in turns; see :mod:`fleetpipe.mesh.turns`.
 
-    It is made of the current changes and the random states. Automatic casts, the device and the
-    gradient switch need no such care, because Paddle has them for each thread.
+    It consists of the current changes and the random states. Automatic casts, the device and the
+    gradient switch are not in it, because Paddle has them for each thread.
     """
 
     def suspend(self) -> Callable[[], None]:
@@ -309,7 +309,7 @@ def _with_settings(
     use_device: Callable[[], None],
     gradients: bool,
 ) -> Iterator[None]:
-    """While it is open, this thread has automatic casts, a device and a gradient switch."""
+    """A context in which this thread has the given casts, device and gradient switch."""
     use_device()
     with casts(), paddle.set_grad_enabled(gradients):
         yield

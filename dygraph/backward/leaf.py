@@ -110,7 +110,7 @@ class Leaf:
     """
 
     def __init__(self, layer: Layer, name: str, static: bool) -> None:
-        """Stores the arguments, which the class describes."""
+        """Creates a leaf with no calls yet; the attributes have the names of the arguments."""
         self.layer = layer
         self.name = name
         self.static = static
@@ -119,7 +119,7 @@ class Leaf:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The layer's current parameters, each once."""
+        """Returns the layer's current parameters, each once."""
         owned = parameters_in(self.layer).values()
         return list({id(tensor): tensor for tensor in owned if tensor is not None}.values())
 
@@ -141,7 +141,7 @@ def can_wait(layer: Layer) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _has_waiting_forward(kind: type[Layer], forward: Callable[..., Nest]) -> bool:
-    """Whether a layer class computes what one in ``WAITING`` does: it overrides nothing of that."""
+    """Whether a layer class computes as one in ``WAITING``: it overrides none of its methods."""
     if forward.__qualname__.removesuffix(".forward") not in WAITING:
         return False
     bases = kind.__mro__
@@ -157,7 +157,7 @@ def _has_waiting_forward(kind: type[Layer], forward: Callable[..., Nest]) -> boo
 def has_parameters_alone(layer: Layer, parameters: Iterable[Tensor]) -> bool:
     """Whether a layer's only tensors are its parameters, and no operation has computed these.
 
-    Otherwise its weight may be computed from other tensors, as ``weight_norm`` does before a call.
+    Otherwise an operation may compute its weight, as ``weight_norm`` does before each call.
     """
     holds_no_others = not buffers_in(layer) and _TENSOR_CLASSES.isdisjoint(
         map(type, vars(layer).values())
@@ -272,7 +272,7 @@ def tensors_in(value: Nest) -> list[Tensor]:
     """Returns the distinct tensors in nested tuples, lists and dicts, in order.
 
     Raises:
-        CannotWait: Another object is among them, which may hold tensors out of sight.
+        CannotWait: Another object is in ``value``, which may hold tensors that are not found.
     """
     tensors: dict[int, Tensor] = {}
     for _, leaf in leaves(value, exact=True):

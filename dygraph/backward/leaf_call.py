@@ -75,11 +75,11 @@ class OutputHooks:
 class _HooksOfOutput:
     """Stores the hooks on one output of a call, as long as the output is not changed in place.
 
-    After that Paddle stores and runs its hooks, as those of any tensor.
+    Paddle stores and runs the hooks that are registered after such a change.
     """
 
     def __init__(self, hooks: dict[int, dict[int, Hook]], number: int, version: int) -> None:
-        """Stores hooks in ``hooks``, under the number of the output; ``version`` is its version."""
+        """Stores hooks in ``hooks[number]``, for output ``number`` while it has this version."""
         self._hooks_of_call, self._number, self._version = hooks, number, version
         self._next_hook = 0
 
@@ -98,7 +98,7 @@ class _HooksOfOutput:
         return self._hooks_of_call.get(self._number, {}).pop(number, None) is not None
 
     def _is_another(self, tensor: Tensor) -> bool:
-        """Whether an operation in place has replaced the output that the tensor was."""
+        """Whether an operation in place has changed ``tensor`` since it was the output."""
         return tensor.inplace_version != self._version and not is_made_by_pylayer(tensor)
 
 
@@ -155,7 +155,7 @@ class Call(ABC):
     def input_grads(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Computes the gradients of the call's inputs, in action I of a split backward.
 
-        Keeps what the weight gradients need, which follow in action W.
+        Keeps what action W needs to compute the weight gradients.
 
         Args:
             grads: The gradients of the outputs; None for an unused output.
@@ -250,7 +250,7 @@ def _input_grads_of(call: Call, tape: Tape, grads: Sequence[Tensor]) -> Tensor:
     Returns them as a ``PyLayer`` does. ``grads`` are those of the outputs; None for an unused one.
 
     Raises:
-        FleetPipeError: The backward that runs is not that of the call's stage.
+        FleetPipeError: Another stage's backward has reached the call.
     """
     if not tape.in_backward:
         # Paddle leaves gradients off where a backward fails.
@@ -320,7 +320,7 @@ class GraphCall(Call):
         Args:
             leaf: The layer.
             parameters: Its trainable parameters.
-            inputs: The leaves of the graph that stand for the inputs.
+            inputs: The leaves of that graph, each of which stands for an input.
             outputs: The outputs that have a gradient.
         """
         super().__init__(leaf, parameters, outputs)

@@ -39,9 +39,9 @@ _MOST_SHAPES = 8
 #: may be equal by chance.
 _SIZE_FOR_ONE_TRIAL = 2**8
 
-#: The way that trials have found, None for none: by the sizes of the weight, the dtypes and the
-#: automatic casts, and then by the shape of the input.
-_tried: dict[Hashable, dict[tuple[int, ...], Way | None]] = {}
+#: The method that trials have found, None for none: by the sizes of the weight, the dtypes and
+#: the automatic casts, and then by the shape of the input.
+_tried: dict[Hashable, dict[tuple[int, ...], ProductMethod | None]] = {}
 
 #: The number of elements of an embedding table from which adding rows takes less time than adding
 #: whole gradients.
@@ -56,7 +56,7 @@ _add_into_rows: Callable[..., Tensor] = paddle.scatter
 _find_distinct: Callable[..., tuple[Tensor, Tensor]] = paddle.unique
 
 
-class Way(NamedTuple):
+class ProductMethod(NamedTuple):
     """How to compute the gradients of a Linear as products, with the bits of autograd.
 
     Attributes:
@@ -75,13 +75,13 @@ class Product(NamedTuple):
         weight: [inputs, outputs].
         bias: [outputs], or None.
         trained: The parameters that need a gradient, the weight among them.
-        way: How to compute the products.
+        method: How to compute the products.
     """
 
     weight: Tensor
     bias: Tensor
     trained: list[Tensor]
-    way: Way
+    method: ProductMethod
 
 
 class ProductCall(Call):
@@ -96,9 +96,9 @@ class ProductCall(Call):
         #: Stored, because stop_gradient of the input may change after its use.
         self._input_needs_grad = not value.stop_gradient
         self._dtype = value.dtype
-        if product.way.dtype is not None:
+        if product.method.dtype is not None:
             # The result of the cast is kept, as autograd keeps it.
-            value = _cast(value.detach(), product.way.dtype)
+            value = _cast(value.detach(), product.method.dtype)
         self._input: Tensor | None = value
         self._versions = value.inplace_version, self._weight_in_forward.inplace_version
 
@@ -119,10 +119,10 @@ class ProductCall(Call):
         if grad is None:
             return [paddle.zeros_like(value, self._dtype)]
         with without_casts():  # as autograd does
-            way = self._product.way
+            method = self._product.method
             return [
                 _restore_dtype(
-                    _input_gradient(grad, self._weight_in_forward, way), self._dtype, way
+                    _input_gradient(grad, self._weight_in_forward, method), self._dtype, method
                 )
             ]
 
@@ -132,15 +132,18 @@ class ProductCall(Call):
         (grad,), self.output_grads = self.output_grads, ()
         if grad is None:
             return []
-        weight, bias, trained, way = self._product
+        weight, bias, trained, method = self._product
         with without_casts():
             of_weight = (
                 weight,
-                _restore_dtype(_weight_gradient(value, grad, way), weight.dtype, way),
+                _restore_dtype(_weight_gradient(value, grad, method), weight.dtype, method),
             )
             if len(trained) == 1:
                 return [of_weight]
-            return [(bias, _restore_dtype(_bias_gradient(grad, way), bias.dtype, way)), of_weight]
+            return [
+                (bias, _restore_dtype(_bias_gradient(grad, method), bias.dtype, method)),
+                of_weight,
+            ]
 
     def _require_unchanged(self) -> Tensor:
         """Returns the input; refuses an input or weight that changed in place since the forward."""
@@ -187,12 +190,14 @@ def product_of(
     # Shapes that do not fit raise an error in the layer's own forward.
     if x.shape[-1:] != weight.shape[:-1] or not math.prod(x.shape) * weight.shape[-1]:
         return None
-    way = _choose_way([x, weight] if bias is None else [x, weight, bias], dtype, casts)
-    return None if way is None else Product(weight, bias, trained, way)
+    method = _choose_method([x, weight] if bias is None else [x, weight, bias], dtype, casts)
+    return None if method is None else Product(weight, bias, trained, method)
 
 
-def _choose_way(operands: Sequence[Tensor], dtype: DType, casts: Hashable) -> Way | None:
-    """Returns a way in which products have autograd's bits; None if no way has passed the trials.
+def _choose_method(
+    operands: Sequence[Tensor], dtype: DType, casts: Hashable
+) -> ProductMethod | None:
+    """Returns how products have autograd's bits; None if no method has passed the trials.
 
     The trials for each shape run once, and their result is stored.
 
@@ -207,22 +212,24 @@ def _choose_way(operands: Sequence[Tensor], dtype: DType, casts: Hashable) -> Wa
     if shape not in tried:
         if len(tried) >= _MOST_SHAPES:
             return None
-        ways = [Way(dtype if casts else None, None)]
+        methods = [ProductMethod(dtype if casts else None, None)]
         if len(operands) == 3 and dtype in _FULL_DTYPES:
             # In half precision, rounding may hide another order of sums in a trial.
-            ways.insert(0, ways[0]._replace(ones=paddle.ones([math.prod(shape[:-1])], dtype)))
+            methods.insert(0, methods[0]._replace(ones=paddle.ones([math.prod(shape[:-1])], dtype)))
         seeds = range(1 + _SIZE_FOR_ONE_TRIAL // math.prod(operands[1].shape))
-        passed = (way for way in ways if all(_try(operands, way, seed) for seed in seeds))
+        passed = (
+            method for method in methods if all(_try(operands, method, seed) for seed in seeds)
+        )
         tried[shape] = next(passed, None)
     return tried[shape]
 
 
-def _try(operands: Sequence[Tensor], way: Way, seed: int = 0) -> bool:
+def _try(operands: Sequence[Tensor], method: ProductMethod, seed: int = 0) -> bool:
     """Whether products of random numbers have the bits of autograd's gradients.
 
     Args:
         operands: Tensors with the shapes and dtypes of the call's operands.
-        way: How to compute the products.
+        method: How to compute the products.
         seed: The seed of the random numbers.
     """
     generator = np.random.default_rng(seed)
@@ -245,8 +252,11 @@ def _try(operands: Sequence[Tensor], way: Way, seed: int = 0) -> bool:
         expected = paddle.grad(output, inputs, grad)
     with paddle.no_grad(), without_casts():
         x, weight = inputs[:2]
-        got = [_input_gradient(grad, weight, way), _weight_gradient(_cast(x, way.dtype), grad, way)]
-        got += [_bias_gradient(grad, way)] * (len(inputs) == 3)
+        got = [
+            _input_gradient(grad, weight, method),
+            _weight_gradient(_cast(x, method.dtype), grad, method),
+        ]
+        got += [_bias_gradient(grad, method)] * (len(inputs) == 3)
         equal = [
             (_cast(gradient, correct.dtype) == correct).all()
             for gradient, correct in zip(got, expected)
@@ -259,25 +269,25 @@ def _cast(tensor: Tensor, dtype: DType) -> Tensor:
     return tensor if dtype is None or tensor.dtype == dtype else tensor.astype(dtype)
 
 
-def _restore_dtype(gradient: Tensor, dtype: DType, way: Way) -> Tensor:
+def _restore_dtype(gradient: Tensor, dtype: DType, method: ProductMethod) -> Tensor:
     """Returns a gradient in ``dtype``, that of its tensor, if automatic casts have changed it."""
-    return gradient if way.dtype is None else _cast(gradient, dtype)
+    return gradient if method.dtype is None else _cast(gradient, dtype)
 
 
-def _weight_gradient(value: Tensor, grad: Tensor, way: Way) -> Tensor:
+def _weight_gradient(value: Tensor, grad: Tensor, method: ProductMethod) -> Tensor:
     """Returns the gradient of the weight, from the input and the gradient of the output."""
-    return product(_as_matrix(value), _as_matrix(_cast(grad, way.dtype)), left_transposed=True)
+    return product(_as_matrix(value), _as_matrix(_cast(grad, method.dtype)), left_transposed=True)
 
 
-def _input_gradient(grad: Tensor, weight: Tensor, way: Way) -> Tensor:
+def _input_gradient(grad: Tensor, weight: Tensor, method: ProductMethod) -> Tensor:
     """Returns the gradient of the input, from the gradient of the output."""
-    return product(_cast(grad, way.dtype), _cast(weight, way.dtype), right_transposed=True)
+    return product(_cast(grad, method.dtype), _cast(weight, method.dtype), right_transposed=True)
 
 
-def _bias_gradient(grad: Tensor, way: Way) -> Tensor:
+def _bias_gradient(grad: Tensor, method: ProductMethod) -> Tensor:
     """Returns the gradient of the bias, from the gradient of the output."""
     rows = _as_matrix(grad)
-    return rows.sum(axis=0) if way.ones is None else product(way.ones, rows)
+    return rows.sum(axis=0) if method.ones is None else product(method.ones, rows)
 
 
 def _as_matrix(tensor: Tensor) -> Tensor:

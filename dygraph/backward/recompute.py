@@ -58,12 +58,14 @@ class RecomputedPiece:
         """Describes consecutive layers that are recomputed together.
 
         Args:
-            name: Their name in messages.
+            name: The name of these layers in messages.
             functions: The layers and functions, in order.
         """
         functions = list(functions)
         self.name = name
-        self.functions = [function for function in functions if not _is_layer(function)]
+        self.plain_functions = [function for function in functions if not _is_layer(function)]
+        # Fleet counts the parameters of layers alone, not of functions that call layers; a function
+        # that stands for a captured layer counts as a layer.
         self.has_parameters = any(
             layer.parameters()
             for function in functions
@@ -119,7 +121,7 @@ class SavedInputs:
             self._save(tensor, leaf_like(unchanged))
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Returns a leaf with the current values of an input; makes and stores it if needed."""
+        """Returns a stored copy, a leaf, of an input's current values; makes it if needed."""
         reference, version, leaf = self._saved.get(id(tensor), (_missing_ticket, 0, None))
         if version == tensor.inplace_version and reference() is tensor:
             return leaf
@@ -175,7 +177,7 @@ class _Rerun:
     """One call of a piece: the inputs and states for its second run, and the tickets to fill."""
 
     def __init__(self, piece: RecomputedPiece, run: Run, value: Nest, inputs: SavedInputs) -> None:
-        """Stores inputs and states before the first run; the arguments are as for :func:`call`."""
+        """Stores the input ``value`` of ``piece``, and its layers' states, before the first run."""
         self._piece = piece
         self._run = run
         # The argument for the second run, with the stored leaves for the tensors of ``value``.
@@ -208,7 +210,7 @@ class _Rerun:
         return ticket
 
     def unpack(self, ticket: _Ticket | Tensor) -> Tensor:
-        """Called when autograd reads what :meth:`pack` returned; returns the tensor.
+        """Called when backward reads what :meth:`pack` has returned; returns the saved tensor.
 
         The first call in backward runs the piece again.
         """
@@ -282,7 +284,7 @@ class _Rerun:
 
         before, _flags.rerunning = _flags.rerunning, True
         try:
-            states = self._states.put_back(self._piece.functions)
+            states = self._states.put_back(self._piece.plain_functions)
             with random_states_kept(), states, paddle.enable_grad(), self._casts():
                 # Copies, because Paddle allows no writes into leaves of a graph.
                 copies = {
@@ -347,7 +349,7 @@ def _is_kept_in_graph(saved: Tensor | _Ticket) -> bool:
 
 
 def _bits(value: Nest) -> list[int | np.ndarray]:
-    """Returns a checksum of each tensor in a piece's output; on a GPU its first numbers."""
+    """Returns a checksum of each tensor in an output; on a GPU the tensor's first numbers."""
     tensors = [tensor.detach() for tensor in tensors_of(value) if 0 not in tensor.shape]
     if device_kind() != "cpu":
         parts = (tensor.flatten()[:_COMPARED_NUMBERS].astype("float32") for tensor in tensors)
@@ -401,7 +403,7 @@ def _refuse_unpack(_packed: object) -> None:
 
 
 class _ThreadFlags(threading.local):
-    """Whether this thread runs the layers of a piece, and whether for the second time."""
+    """Whether this thread runs recomputed layers now, and whether for the second time."""
 
     in_piece = False
     rerunning = False
@@ -414,7 +416,7 @@ _flags = _ThreadFlags()
 def _saving_tensors_by(
     pack: Callable[[Tensor], object], unpack: Callable[[Tensor | _Ticket], Tensor]
 ) -> Iterator[None]:
-    """While it is open, autograd saves ``pack(tensor)``, and reads it back by ``unpack``."""
+    """A context in which autograd saves ``pack(tensor)``, and reads it back by ``unpack``."""
     before, _flags.in_piece = _flags.in_piece, True
     saving = SavedTensorHooks(pack, unpack, _refuse_backward)
     try:

@@ -79,7 +79,7 @@ class _ReplacedForwards:
 
 @contextmanager
 def with_forwards(forwards: Iterable[tuple[Layer, Forward]]) -> Iterator[None]:
-    """While it is open, each layer has the forward that it is paired with.
+    """A context in which each layer has the forward that it is paired with.
 
     It refuses a forward that the user has set meanwhile, since its end would remove that.
     """
@@ -196,7 +196,7 @@ class SplitBackward:
 
     @contextmanager
     def input_grads(self, stage: int, micro_batch: MicroBatch) -> Iterator[None]:
-        """While it is open, autograd computes a stage's input gradients: action I.
+        """A context in which autograd computes a stage's input gradients: action I.
 
         It leaves the weight gradients of leaf layers to action W, :meth:`weight_grads`.
         """

@@ -51,7 +51,7 @@ _FUNCTIONS_OF_LAYERS: Mapping[str, str] = {
 
 
 class Places(NamedTuple):
-    """How many places of some labels a loss counts.
+    """How many places, positions in some labels that have a loss of their own, a loss counts.
 
     Attributes:
         mean_over: The number by which the sum over all places is divided; None if the loss is that
@@ -64,7 +64,7 @@ class Places(NamedTuple):
 
     @classmethod
     def mean(cls, number: Any) -> Places:
-        """Describes a mean over ``number`` places, or class weights with that sum, rounded."""
+        """Describes a mean over ``number`` places, or over class weights with that sum, rounded."""
         counted = Fraction(round(float(number) * _INVERSE_PRECISION), _INVERSE_PRECISION)
         return cls(counted, counted)
 
@@ -109,9 +109,9 @@ def places_of(function: Any, label: Nest) -> Places:
 
 
 def _counter_and_options(function: Any) -> tuple[Counter | None, Options]:
-    """Returns the counter of a loss in the table, and the options with which the loss is called.
+    """Returns the function that counts a loss's places, and the options of the loss.
 
-    For a loss that is not in the table it returns None and no options.
+    For a loss that is not in the table of counters it returns None and no options.
     """
     keywords: dict[str, Any] = {}
     while isinstance(function, functools.partial) and not function.args:

@@ -9,7 +9,7 @@ import functools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import random_keys
@@ -18,7 +18,13 @@ from fleetpipe.dygraph.backward.added_gradients import Crossing, crossing_of
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.losses import require_nothing_kept
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
-from fleetpipe.dygraph.batch.stage_interfaces import Batch, RunOf, StageHooks, StageWatch
+from fleetpipe.dygraph.batch.stage_interfaces import (
+    Batch,
+    RunOf,
+    StageHooks,
+    StagesToRun,
+    StageWatch,
+)
 from fleetpipe.dygraph.batch.units import WHOLE, Borders, Units, UnitStates, borders_of
 from fleetpipe.dygraph.gradients import explain_backward_error
 from fleetpipe.dygraph.nest import copy_tensors, differentiable, leaf_like, map_tensors
@@ -105,7 +111,7 @@ class DygraphStage:
     @classmethod
     def of(
         cls,
-        stages: Any,
+        stages: StagesToRun,
         schedule: Schedule,
         fast_leaves: bool = True,
         run_of: RunOf | None = None,
@@ -277,8 +283,8 @@ class DygraphStage:
     def input_grad(self, stage: int, micro_batch: GlobalMicroBatch, output_grads: Values) -> Values:
         """Runs I: like :meth:`backward`, but the weight gradients of leaf layers wait for W.
 
-        Afterwards only the values that these gradients need are saved. The arguments and the result
-        are those of :meth:`backward`.
+        Afterwards only the values that W needs are saved. The arguments and the result are those of
+        :meth:`backward`.
         """
         number = self._number_in_batch(micro_batch)
         with self.split.input_grads(stage, number):
@@ -310,7 +316,7 @@ class DygraphStage:
 
     @contextmanager
     def noting_crossings(self) -> Iterator[dict[int, Crossing]]:
-        """While it is open, each backward records which inputs of a stage reach which outputs.
+        """A context in which each backward records which inputs of a stage reach which outputs.
 
         Yields:
             The crossing of each stage in the last micro-batch, by stage.
@@ -385,9 +391,9 @@ def _refuse_constant_loss() -> NoReturn:
 
 
 def _prepare_to_send(tensor: Tensor) -> Tensor:
-    """Returns a tensor to send, copied if it needs no gradient.
+    """Returns a tensor to send: a copy if it needs no gradient.
 
-    It may be a buffer, which the next micro-batch may change before it is sent.
+    Such a tensor may be a buffer, which the next micro-batch may change before it is sent.
     """
     return copy_of(tensor) if tensor.stop_gradient else tensor
 

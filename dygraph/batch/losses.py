@@ -99,7 +99,7 @@ class Losses:
         units: int = 1,
         by_tree: bool = False,
     ) -> None:
-        """Starts without a loss.
+        """Creates an object that has computed no loss yet.
 
         Args:
             functions: Each ``function(output, label)`` gives a Tensor with one element.
@@ -127,7 +127,7 @@ class Losses:
         self._weighted_losses: list[dict[int, Tensor]] = [{} for _ in functions]
 
     def take(self, index: int, output: Nest, label: Nest) -> Tensor:
-        """Computes all losses of micro-batch ``index``; returns that from which backward starts.
+        """Computes all losses of micro-batch ``index``; returns the one that starts backward.
 
         Raises:
             BoundaryError: A loss function cannot take the values, or returns something else.
@@ -163,7 +163,7 @@ class Losses:
     def by_micro_batch(self) -> list[Tensor]:
         """Returns the losses of the micro-batches: a Tensor [micro-batches] for each function.
 
-        They are weighted, unless the caller weights gradients later.
+        The losses are weighted, unless the caller weights gradients later.
         """
         stacked = [
             paddle.stack([by_number[index].reshape([]) for index in sorted(by_number)])
@@ -178,7 +178,7 @@ class Losses:
 
 
 def weighted(loss: Tensor, weight: Fraction) -> Tensor:
-    """Returns a micro-batch's share of the batch's loss: ``loss * weight``."""
+    """Returns what a micro-batch adds to the batch's loss: ``loss * weight``."""
     # A quotient, not a product with 1/m: this is what a hand-written accumulation loop does,
     # and the two differ in the last bit where m is not a power of two.
     if weight.numerator != 1:
@@ -249,7 +249,7 @@ def _loss_error(error: Exception, output: Nest, label: Nest) -> BoundaryError:
 def may_read(function: Any) -> bool:
     """Whether a loss function may read tensors that layers store; Paddle's own losses do not.
 
-    The answer depends only on the function's code, so callers ask once a batch.
+    The answer depends only on the function's code, so callers need it only once a batch.
     """
     if is_of_library(type(function)):
         function = getattr(function, "declares", function)

@@ -146,14 +146,14 @@ def split_value(value: Nest, cut: MicroBatchCut, path: str) -> list[Nest] | None
 
 
 def ragged_weights(value: Nest, cut: MicroBatchCut) -> list[Fraction] | None:
-    """Returns each micro-batch's share of all rows, if the last micro-batch has fewer rows.
+    """Returns each micro-batch's fraction of all rows, if the last micro-batch has fewer rows.
 
     Args:
         value: The labels of a whole batch, as the user gave them.
         cut: The sizes of the micro-batches.
 
     Returns:
-        The shares; None if all micro-batches have the same number of rows.
+        The fractions; None if all micro-batches have the same number of rows.
     """
     if isinstance(value, (tuple, dict)):
         items = value.values() if isinstance(value, dict) else value
@@ -227,7 +227,7 @@ def _common_length(items: list[list[Nest] | None], cut: MicroBatchCut, path: str
 
 
 def _split_rows(tensor: Tensor, cut: MicroBatchCut, path: str) -> list[Tensor]:
-    """Cuts a tensor along axis 0 into micro-batches; the arguments are as for :func:`split_value`.
+    """Cuts a tensor along axis 0 into micro-batches; ``path`` is its name in messages.
 
     Raises:
         ConfigError: The number of rows does not fit.
@@ -263,7 +263,7 @@ def _detach_micro_batch(value: Nest, path: str, keeps_graph: bool = False) -> Ne
 
 
 def counted_in(value: Nest) -> int | None:
-    """Returns the rows of a replica's labels, by which its loss is weighted among the replicas.
+    """Returns the number of rows of a replica's labels, which weights its loss among replicas.
 
     Args:
         value: The labels, as the user gave them.
@@ -281,7 +281,7 @@ def counted_in(value: Nest) -> int | None:
 
 
 def _no_tensor_error(value: Nest, path: str) -> BoundaryError:
-    """Returns the error of a value at ``path`` in a batch, as ``inputs[1]``, that is no tensor."""
+    """Returns the error of a value that is no tensor, at a path such as ``inputs[1]``."""
     return BoundaryError(
         f"{path} is not a Tensor",
         expected="a Tensor, a list with one value per micro-batch, a tuple or dict of those, None",
@@ -309,8 +309,8 @@ class FakeMicroDataset:
 
         Args:
             data: ``[inputs, labels]`` in any form that ``train_batch`` takes.
-            is_first_stage: Whether to yield the inputs, or None instead.
-            is_last_stage: Whether to yield the labels, or None instead.
+            is_first_stage: Whether to yield the inputs; None in their place otherwise.
+            is_last_stage: Whether to yield the labels; None in their place otherwise.
             acc_steps: The number of micro-batches.
             micro_batch_size: The number of rows of each.
 
@@ -336,7 +336,7 @@ def with_gradients(data: Nest) -> tuple[Nest, Sources]:
     """Replaces inputs of a batch that need a gradient by detached tensors, their stand-ins.
 
     Args:
-        data: A batch as for :func:`split`.
+        data: A batch in any form that :func:`split` takes.
 
     Returns:
         The changed batch, and the replaced tensors with their stand-ins. Those of an iterator are
@@ -456,7 +456,7 @@ def join_outputs(values: Sequence[Nest]) -> Nest:
 
 
 def _join_items(items: Sequence[Nest]) -> Nest:
-    """Joins the values that the outputs have at one path, such as ``output["logits"]``."""
+    """Joins the values that several outputs have at one path, such as ``output["logits"]``."""
     first = items[0]
     if isinstance(first, paddle.Tensor):
         return paddle.concat(list(items)) if first.ndim else paddle.stack(list(items))

@@ -94,7 +94,7 @@ def require_different_parts(job: Job, inputs: int | None) -> None:
 
 
 def require_one_rate(job: Job, rates: Sequence[float]) -> None:
-    """Refuses ranks that would step with different learning rates; ``rates`` are those of ranks."""
+    """Refuses different learning rates; ``rates`` has one for each rank along mp or of replicas."""
     if len({*rates}) > 1:
         job.allow.refuse(
             "optimizer",
@@ -123,7 +123,7 @@ class RankData:
     """
 
     def __init__(self, job: Job, placement: Placement, config: PipelineConfig) -> None:
-        """Finds the ranks that need inputs and labels.
+        """Determines the ranks that need inputs and labels.
 
         Args:
             job: The job of the pipeline.
@@ -143,7 +143,7 @@ class RankData:
         return self._job.local or rank == self._job.hcg.get_stage_id()
 
     def cut(self, any_rows: bool = False, keeps_graph: bool = False) -> MicroBatchCut:
-        """Returns the sizes of micro-batches by the options; arguments are as in MicroBatchCut."""
+        """Returns the sizes of micro-batches by the options, as a cut with these arguments."""
         config = self._config
         return MicroBatchCut(config.micro_batches, config.micro_batch_size, any_rows, keeps_graph)
 
@@ -224,7 +224,8 @@ class RankData:
         """Refuses different rows on the ranks that hold shards of one stage. Collective over mp.
 
         Args:
-            needed: The digests of the inputs and of the labels, None if this rank uses none.
+            needed: The digests of the inputs and of the labels; None for what this rank does not
+                use.
         """
         group = self._job.model_parallel()
         if group.ranks > 1 and len({*map(tuple, group.all_gather(needed))}) > 1:

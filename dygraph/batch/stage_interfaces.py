@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph.batch.losses import Criterion, Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
+from fleetpipe.dygraph.batch.units import Borders
 from fleetpipe.schedules.action import GlobalMicroBatch
 
 #: ``run_of(stage)(value, micro_batch)`` runs the layers of a stage on ``value``.
@@ -39,8 +40,8 @@ class Batch:
             data: The micro-batches of this rank.
             losses: Computes and stores the losses; None to collect the outputs instead.
             scale: Called with the weighted loss before backward, as ``scale`` of a GradScaler.
-            elsewhere: The loss functions that run on another rank and might read tensors which
-                layers store on this one.
+            elsewhere: The loss functions that run on another rank and might read tensors that
+                layers on this rank store.
             value_of: Returns the part of the last layer's output to collect; None for all of it.
         """
         self.data = data
@@ -82,24 +83,38 @@ class StageHooks(Protocol):
     def after_backward(
         self, stage: int, value: Nest, output: Nest, output_grads: Gradients, input_grads: Gradients
     ) -> None:
-        """Called after B or I, with the gradients of the stage's input too; None for stage 0."""
+        """Called after B or I, also with the gradients of the stage's input; None for stage 0."""
 
     def before_weight_grad(self, stage: int) -> None:
         """Called before action W, which adds the delayed weight gradients."""
 
 
 class StageWatch(Protocol):
-    """Finds stages that use values or parameters of other stages beside what they receive."""
+    """Finds a stage that uses values or parameters of others beside what it receives."""
 
     @property
     def watches(self) -> bool:
         """Whether there is anything to find, so that the methods must be called in a batch."""
 
     def enter(self, stage: int, forward: bool) -> None:
-        """Called before each action of a stage; ``forward`` is whether it is F."""
+        """Called before each action of a stage; ``forward`` tells whether the action is F."""
 
     def leave(self, ends: bool = False) -> None:
         """Called when no stage runs any more; ``ends`` is True at the end of the batch."""
 
     def refused(self) -> AbstractContextManager[None]:
-        """Returns a context in which an error by a use of another stage's values names the use."""
+        """Returns a context whose errors name a use of another stage's values, if there was any."""
+
+
+class StagesToRun(Protocol):
+    """The stages that a process runs, and their layers."""
+
+    @property
+    def borders(self) -> Borders | None:
+        """Translates between the values of layers and those on edges; None for a list of layers."""
+
+    def function(self, stage: int) -> Callable[[Nest, GlobalMicroBatch], Nest]:
+        """Returns the function that runs the layers of a stage."""
+
+    def layers(self, stage: int) -> Mapping[int, Callable[[Nest], Nest]]:
+        """Returns the layers and functions of a stage, by their numbers in the whole list."""

@@ -73,10 +73,10 @@ class Borders(Protocol):
 
 
 class Chain:
-    """The usual :class:`Borders`: each stage takes the value that its predecessor returns."""
+    """The usual :class:`Borders`: each stage takes the value that the stage before returns."""
 
     def __init__(self, placement: Placement) -> None:
-        """Finds the edges of a placement."""
+        """Stores the edges from each stage to the next one in ``placement``."""
         self._edges: dict[int, list[Edge]] = {}
         for ends in placement.chain():
             self._edges.setdefault(ends[0], []).append(Edge(*ends))
@@ -91,7 +91,7 @@ class Chain:
 
 
 def borders_of(placement: Placement) -> Borders:
-    """Returns the :class:`Borders` of a placement: of a class in ``BORDERS``, or a chain."""
+    """Returns the translator of values between stages: of a class in ``BORDERS``, or a chain."""
     for class_name, is_needed in BORDERS.items():
         if is_needed(placement):
             borders: Borders = pkgutil.resolve_name(class_name)(placement)
@@ -100,10 +100,10 @@ def borders_of(placement: Placement) -> Borders:
 
 
 class UnitStates:
-    """What layers keep from one unit of a micro-batch for the next; this class keeps nothing.
+    """What layers keep from one sequence chunk of a micro-batch for the next; here nothing.
 
     A subclass keeps keys and values of attention, for example. The forwards of a micro-batch's
-    units run in order, the backwards in reverse order.
+    chunks run in order, the backwards in reverse order. Methods call a chunk a unit.
     """
 
     def forward(self, stage: int, number: int) -> AbstractContextManager[None]:
@@ -121,7 +121,7 @@ class UnitStates:
         return nullcontext(((), ()))
 
     def release(self, stage: int, number: int) -> None:
-        """Drops what a stage keeps for a unit; called for the last unit of a micro-batch first."""
+        """Drops what a stage keeps for a unit; called for a micro-batch's last unit first."""
 
 
 _NO_STATES = UnitStates()
@@ -139,7 +139,7 @@ class Units:
     slicing: int | tuple[int, ...] = 1
 
     def cut(self, batches: MicroBatches) -> MicroBatches:
-        """Returns the units of all micro-batches, in order.
+        """Cuts micro-batches; returns all their units, in order.
 
         Raises:
             ConfigError: The micro-batches cannot be cut.
@@ -228,7 +228,7 @@ class MicroBatchWeights:
         scale: str,
         loss_functions: Callable[[], Sequence[Criterion]],
     ) -> None:
-        """Computes the weights.
+        """Computes the usual weights of micro-batches from the options.
 
         Args:
             config: The options of the pipeline.
@@ -238,7 +238,7 @@ class MicroBatchWeights:
             loss_functions: Returns the loss functions of the model.
 
         Raises:
-            ConfigError: ``delay_scale_loss`` weights losses alike that count by their places.
+            ConfigError: ``delay_scale_loss`` is on, and losses are weighted by their tokens.
         """
         self._job, self._delayed, self._scale = job, delayed, scale
         self._loss_functions = loss_functions
@@ -303,7 +303,7 @@ class MicroBatchWeights:
         labels: Sequence[Nest] | None,
         weights: Sequence[Fraction],
     ) -> WeightOf:
-        """Returns a function that weights micro-batches: by their places if an option says so.
+        """Returns a function that weights micro-batches: by their tokens if an option says so.
 
         Args:
             functions: The loss functions.
@@ -337,7 +337,7 @@ class MicroBatchWeights:
         return [weights.of(0, number) for number in range(len(labels))]
 
     def counted(self, label: Nest) -> float:
-        """Returns over how many places of some labels the first loss function averages."""
+        """Returns how many positions of some labels the first loss function averages over."""
         return float(places_in(self._loss_functions()[0], label).counted)
 
 
@@ -414,8 +414,8 @@ class PlaceWeights:
     ) -> Fraction:
         """Returns the weight of micro-batch ``index`` on this rank.
 
-        It is rounded before it is multiplied by the number of ranks, so that its share in the batch
-        does not depend on the layout.
+        The weight is rounded before it is multiplied by the number of ranks, so that the
+        micro-batch's part of the batch does not depend on the layout of ranks.
 
         Args:
             function: The number of the loss function.

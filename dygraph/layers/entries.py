@@ -90,10 +90,10 @@ class SeveralLayers:
     """An entry of a list of layers that becomes several when the number of ranks is known."""
 
     def require_place(self, entries: Sequence[Entry], index: int) -> None:
-        """Refuses a list of layers in which this entry must not have the position ``index``."""
+        """Refuses a list of layers in which this entry must not stand at ``index``."""
 
     def layers(self, ranks: int) -> list[Entry]:
-        """Returns the entries that take the place of this one in a pipeline of ``ranks`` ranks."""
+        """Returns the entries that replace this one in a pipeline of ``ranks`` ranks."""
         raise NotImplementedError
 
 
@@ -230,7 +230,10 @@ def _describe_arguments(entry: Entry) -> str:
 
 
 def _build_and_check(entry: Entry, lent: Mapping[str, Tensor]) -> Any:
-    """Builds and checks the layer of a description; ``lent`` is as for :func:`build`."""
+    """Builds and checks the layer of a description.
+
+    ``lent`` has weights of another layer, which the constructor gets by keyword.
+    """
     # A LayerSpec, into which a LayerDesc writes its arguments, may be that of other entries too.
     specification = getattr(entry, "layer_spec", None)
     arguments = getattr(specification, "extra_kwargs", None)
@@ -243,13 +246,16 @@ def _build_and_check(entry: Entry, lent: Mapping[str, Tensor]) -> Any:
 
 
 def _build_lazily(entry: Entry, lent: Mapping[str, Tensor]) -> Any:
-    """Builds a layer without memory; fails if its constructor computes with its parameters."""
+    """Builds a layer without memory; the arguments are those of :func:`_build_and_check`.
+
+    It fails if the layer's constructor computes with its parameters.
+    """
     with paddle.LazyGuard():
         return _build_and_check(entry, lent)
 
 
 def _check_built(layer: Any) -> Any:
-    """Returns a built layer, after the kinds of layers in it, such as mixtures, have checked it."""
+    """Returns a new layer, after the rules for its kind, such as mixtures, have checked it."""
     for kind in layer_kinds.kinds_of(layer):
         kind.take_built(layer)
     return layer

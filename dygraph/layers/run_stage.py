@@ -51,7 +51,7 @@ Run = Callable[[Nest, GlobalMicroBatch | None], Nest]
 
 
 def require_dynamic_graph(what: str) -> None:
-    """Refuses a call in static graph; ``what`` names in the error what needs dynamic graph."""
+    """Refuses a call in static graph; ``what``, for the error, is what needs dynamic graph."""
     if not paddle.in_dynamic_mode():
         raise StateError(
             f"static graph is on, and {what} needs dynamic graph",
@@ -64,8 +64,8 @@ def require_dynamic_graph(what: str) -> None:
 def is_error_of_value(error: Exception, value: Nest, caller: str) -> bool:
     """Whether a layer failed because of the value that it got.
 
-    It did if Paddle or the call itself refused the value, or if the layer's code could not unpack
-    the value or expected another type.
+    That is so if Paddle or the call itself refused the value, or if the layer's code could not
+    unpack the value or expected another type.
 
     Args:
         error: The error of the layer.
@@ -141,7 +141,7 @@ def _error_in_sublayer(
     """Returns the error to raise if a layer gave a sublayer a value that does not fit there.
 
     The error names the innermost sublayer whose forward raised ``error``. The result is None if
-    that sublayer got ``value``, the argument of the whole layer: then the layer before is to blame.
+    that sublayer got ``value``, the argument of the whole layer, which the layer before returned.
     """
     if not isinstance(layer, paddle.nn.Layer):
         return None
@@ -239,9 +239,9 @@ class StageRunner:
     def function(self, stage: int) -> Run:
         """Returns a function that runs the layers of ``stage`` on a copy of its argument.
 
-        It is copied because layers may write into their input: Paddle allows no writes into a leaf,
-        and the memory may be in use elsewhere. The function raises a ``BoundaryError`` if a layer
-        cannot take the result of the layer before.
+        The argument is copied because layers may write into it: Paddle allows no writes into a
+        leaf, and the memory may be in use elsewhere. The function raises a ``BoundaryError`` if a
+        layer cannot take the result of the layer before.
         """
         return self._runs.get(stage) or self._build_run(stage)
 
@@ -317,7 +317,7 @@ class StageRunner:
         Args:
             steps: The layers.
             value: The argument of the first layer.
-            micro_batch: As for ``Run``.
+            micro_batch: The global number of the micro-batch; None outside of a batch.
             on_copies: Whether to copy the tensors in ``value`` first.
         """
         if on_copies:

@@ -43,7 +43,8 @@ class SharedLayer(NamedTuple):
         key: The key of its entries.
         indices: The numbers of its entries in the whole list, in order.
         names: The fully qualified name of each of its parameters and buffers, by path in the layer.
-        lent: The fully qualified name of each weight that its constructor gets, by keyword.
+        lent: The fully qualified names of weights of another layer that the constructor gets, by
+            keyword.
     """
 
     holder: str
@@ -54,7 +55,7 @@ class SharedLayer(NamedTuple):
 
     @property
     def path(self) -> str:
-        """The path in the model of the first layer of the key."""
+        """The path in the model of the first layer with this key."""
         return f"{self.holder}.{self.key}"
 
 
@@ -146,7 +147,7 @@ def _require_shared_by_first(
     """Refuses a variant that shares weights which the first variant of its key does not share.
 
     Args:
-        missing: The names of these weights or attributes; empty to refuse nothing.
+        missing: The names of those weights, or of attributes with them; empty to refuse nothing.
         names: The names that the first variant shares.
         entries: The whole list of layers.
         first: The first variant of the key.
@@ -247,7 +248,7 @@ def _require_same_shape(
         key: The key.
         name: The name of the weight.
         first: The first variant, and the path of each shared weight in its layer.
-        other: The other variant, and its paths.
+        other: The other variant, and the path of each shared weight in its layer.
         blueprints: A layer like each entry's.
     """
     shapes = []
@@ -352,7 +353,7 @@ class Built(NamedTuple):
             model.add_sublayer(name, layer)
 
     def follow(self, model: Layer) -> None:
-        """Replaces the layers here by those that the script has put into ``model`` at their paths.
+        """Replaces the layers here by those that the script has put at their paths in ``model``.
 
         Raises:
             ConfigError: The model has no layer any more at the path of a registered layer.
@@ -475,5 +476,5 @@ def _share_weights(
 
 
 def called_through(function: Callable[[Nest], Nest]) -> tuple[Layer, ...]:
-    """Returns the shared layer that ``function`` calls by a ``forward_func``; () for others."""
+    """Returns the shared layer that ``function`` calls by a ``forward_func``, or ()."""
     return function.args if isinstance(function, functools.partial) else ()

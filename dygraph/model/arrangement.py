@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Protocol
 
 from fleetpipe.aliases import Topology
 from fleetpipe.config import PipelineConfig
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.job import meeting
 from fleetpipe.job.job import Job, current_job
+from fleetpipe.mesh.axes import Degrees
 from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.paddle_api.distributed import fleet_has_begun, user_strategy
 from fleetpipe.partition import LayerInfo, Partition, segment
@@ -19,8 +20,41 @@ from fleetpipe.schedules import Placement, Schedule
 _DUALPIPEV = "DualPipeV"
 
 
-#: A plan for the layers: a :class:`fleetpipe.profiling.PipelinePlan`.
-LayerPlan = Any
+class LayerPlan(Protocol):
+    """The used members of :class:`fleetpipe.profiling.PipelinePlan`, a plan for the layers."""
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks of the pipeline."""
+
+    @property
+    def chunks(self) -> int:
+        """The number of chunks on each rank."""
+
+    @property
+    def micro_batches(self) -> int:
+        """The number of micro-batches of a batch, m."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule to run."""
+
+    @property
+    def recompute(self) -> Sequence[Sequence[int]]:
+        """For each stage, the numbers of the layers whose forward runs again in backward."""
+
+    @property
+    def partition(self) -> Partition:
+        """The cut of the layers into stages."""
+
+    def schedule_for(self, micro_batches: int) -> Schedule:
+        """Returns the schedule for another number of micro-batches."""
+
+    def require_degrees(self, degrees: Degrees) -> None:
+        """Refuses a job with other degrees."""
+
+    def require_layers(self, names: Sequence[str]) -> None:
+        """Refuses a model with other layers than the plan's."""
 
 
 class Arrangement:
@@ -113,7 +147,7 @@ class Arrangement:
         It refuses other ranks, chunks or schedules than the plan's in the user's arguments and in
         ``config``, the options of the job's strategy.
         """
-        planned: Schedule = plan.schedule
+        planned = plan.schedule
         names = (PipelineConfig.schedule, planned.name)
         same_schedule = config.schedule in names and not self._use_dualpipev
         same_schedule = same_schedule and config.slice_count in (None, planned.slices)
@@ -128,7 +162,7 @@ class Arrangement:
                 f"slices={config.slices}",
                 fix="set pp_degree to plan.ranks and leave the others out, or plan anew",
             )
-        schedule: Schedule = plan.schedule_for(config.micro_batches)
+        schedule = plan.schedule_for(config.micro_batches)
         if config.memory_cap is not None:
             # The limit of the strategy, in bytes if the strategy's costs have bytes. The schedule
             # has been checked against the limit of the plan.

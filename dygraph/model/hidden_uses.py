@@ -299,7 +299,7 @@ class HiddenUses:
 
     @contextmanager
     def refused(self) -> Iterator[None]:
-        """While it is open, an error by a use of another rank's value or parameter names that use.
+        """A context in which an error by a use of another rank's value or parameter names that use.
 
         Raises:
             ConfigError: A stage has used a parameter of another rank.

@@ -144,9 +144,10 @@ class PipelineLayer(FleetFace):
         self._job = job if job is not None and job.degrees.pp == self._num_stages else None
         self.take_loss(loss_fn)
         interval = checked_interval(recompute_interval, recompute_ctx)
-        layer_plan: LayerPlan = plan
+        loaded: Any = plan
         if plan is not None and not hasattr(plan, "require_layers"):  # a path
-            layer_plan = pkgutil.resolve_name("fleetpipe.profiling:PipelinePlan").read(plan)
+            loaded = pkgutil.resolve_name("fleetpipe.profiling:PipelinePlan").read(plan)
+        layer_plan: LayerPlan | None = loaded
         if layer_plan is not None and (interval or seg_method != "uniform"):
             raise ConfigError(
                 "the plan says where to cut, and what to recompute",

@@ -38,7 +38,7 @@ _DIRECTIONS = {"F": "forward", "B": "backward"}
 
 @contextmanager
 def trial() -> Iterator[None]:
-    """While it is open, forwards of this thread are trials, which belong to no batch."""
+    """A context in which forwards of this thread are trials, which belong to no batch."""
     token = _trial.set(True)
     try:
         yield
@@ -73,7 +73,7 @@ class NumberedHooks:
         return bool(self._hooks)
 
     def register_hook(self, location: int, hook: NumberedHook) -> None:
-        """Adds a hook, called as ``hook(location)`` before forward or backward number ``location``.
+        """Adds a hook, called as ``hook(location)`` before the action or bubble of that number.
 
         Raises:
             UsageError: ``location`` is not below the capacity.
@@ -321,7 +321,7 @@ class Timers:
 
     @contextmanager
     def timing(self, name: str) -> Iterator[None]:
-        """While it is open, the timer of that name runs."""
+        """A context in which the timer of that name runs."""
         timer = self(name)
         timer.start()
         try:

@@ -53,7 +53,7 @@ class Shards:
         Args:
             optimizer: A Paddle optimizer, or Paddle's ``MixPrecisionOptimizer`` around one.
             group: The sharding ranks.
-            of_experts: The sharding ranks that hold the same experts as this one; None for all.
+            of_experts: The sharding ranks that hold the same experts as this rank; None if all do.
             scatters: Whether only the owner of a parameter keeps its gradient.
         """
         self.scatters = scatters
@@ -111,11 +111,11 @@ class Shards:
         return self.members(is_spread(parameter)).broadcast(copy, self.owner(parameter))
 
     def step(self, step: Callable[[], Result], nothing: Callable[[], Result]) -> Result:
-        """Steps the parameters that this rank owns, then all get all parameters. Collective.
+        """Steps the parameters that this rank owns, then broadcasts them to all. Collective.
 
         Args:
             step: Steps the optimizer.
-            nothing: Called instead if this rank owns no parameter.
+            nothing: Called in the place of ``step`` if this rank owns no parameter.
 
         Returns:
             The result of the function that was called.
@@ -176,12 +176,10 @@ def reduce_all(
 ) -> None:
     """Adds up gradients over all copies of a stage, those of experts over the experts' copies.
 
-    An expert gets the tokens of all ranks that share the experts out, so its gradient is already
-    the sum over these ranks. With ``ep_degree`` they and the expert's copies include the ranks
-    along mp. These have the same tokens, so the sum counts each token ``mp_degree`` times, and is
-    divided by that; unless each of them has another part of the sequence: then the expert is marked
-    as sequence-parallel. Without ``ep_degree`` ranks along dp share the experts out, and the sum
-    counts each token once. Collective over the copies.
+    The sum over an expert's copies counts each token once if the experts are spread along dp. With
+    ``ep_degree`` they are spread along mp too, whose ranks see the same tokens, so that the sum is
+    divided by ``mp_degree``; not that of a sequence-parallel expert, since ranks along mp have
+    different parts of a sequence then. Collective over the copies.
 
     Args:
         parameters: This rank's parameters, the same on every copy.
@@ -210,11 +208,11 @@ def _reduce_copies(
     """Adds up gradients over ``copies``; in ZeRO stage 2 each sum goes to its owner alone.
 
     Args:
-        parameters: Parameters of this rank: either all are spread, or none is.
+        parameters: Parameters of this rank: only experts', or none of experts'.
         copies: The ranks that hold the same parameters.
         job: The job.
         share: The factor of each gradient.
-        shards: As for :func:`reduce_all`.
+        shards: The owners of parameters in a sharded optimizer; None if each rank steps all.
     """
     scattered = [] if shards is None else shards.scattered_parameters(parameters)
     if shards is not None and scattered:

@@ -48,7 +48,7 @@ class ModelWithParts(paddle.nn.Layer):
     def set_state_dict(
         self, state_dict: Mapping[str, Any], use_structured_name: bool = True
     ) -> Any:
-        """Loads a state like ``nn.Layer``; cuts whole weights in it into this rank's parts."""
+        """Loads a state dict as ``nn.Layer`` does, but takes only this rank's parts of weights."""
         state = split_into_parts(state_dict, paddle.nn.Layer.state_dict(self), mp_shard)
         return super().set_state_dict(state, use_structured_name)
 
@@ -70,7 +70,7 @@ class Slot(NamedTuple):
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> Slot:
-        """Describes the parameter or buffer of this rank that has a fully qualified name."""
+        """Describes a parameter or buffer of this rank; ``name`` is its fully qualified name."""
         return cls(name, tensor_parallel.whole_shape(tensor), attached_part(tensor))
 
     @property
@@ -81,7 +81,7 @@ class Slot(NamedTuple):
         return Slot(self.part.whole_name(self.name), self.part.cut.whole(self.shape))
 
     def value_in(self, state: Mapping[str, Any]) -> Any:
-        """Returns what this parameter or buffer gets from a state of whole weights by name."""
+        """Returns this tensor's value, or part of a value, from a state dict of whole weights."""
         whole = state[self.whole.name]
         return whole if self.part is None else self.part.cut.taken_from(whole)
 
@@ -96,7 +96,7 @@ def choose_slots(slots: Sequence[Slot], source: Layer | Mapping[str, Any]) -> li
 
     Args:
         slots: All parameters and buffers of the whole pipeline, in the order of its layers.
-        source: As for :func:`to_pipeline_names`.
+        source: A single-device model, or its state dict.
     """
     state, wholes = _state_of(source), join_parts(slots)
     if len(state) > len(wholes) and len(state) != len(slots):
@@ -115,7 +115,7 @@ def slots_in_layer(layer: Layer, index: int) -> list[Slot]:
 def names_in(
     slots: Sequence[Slot], model: Mapping[str, Any], plain_names: Mapping[str, str]
 ) -> dict[str, str]:
-    """Returns the pipeline's name of each parameter and buffer of a whole model.
+    """Returns the pipeline's name of each parameter and buffer of a whole model, by the latter's.
 
     A tensor that the model has under several names, such as a shared weight, has one name in the
     pipeline.
@@ -148,7 +148,7 @@ def to_pipeline_names(
         slots: All parameters and buffers of the whole pipeline, in the order of its layers.
         source: A state dict or a Layer: with the pipeline's names, with the names of the plain
             model from which the pipeline was made, or with the same tensors in the same order.
-        plain_names: As for :func:`names_in`.
+        plain_names: The pipeline's name for each name of that plain model; empty without one.
 
     Raises:
         CheckpointError: The source has other names and does not fit in order and shape.
@@ -379,13 +379,14 @@ class ModelState:
         _check_and_assign(local_tensors, split_into_parts(state, local_tensors, mp_shard))
 
     def gather(self) -> dict[str, Tensor]:
-        """Returns copies of all parameters and buffers, whole and joined, shared ones first.
+        """Returns copies of all parameters and buffers of the model, shared ones first.
 
-        Collective over the ranks that together hold the model, and over the shards of
-        tensor-parallel layers.
+        Shards of tensor-parallel layers are put together, and so are the parts of a vocabulary
+        head, which lie on several stages. Collective over the ranks that hold the model or shards.
         """
         local_tensors = {
-            name: whole_value(tensor, tensor) for name, tensor in self.local_tensors().items()
+            name: whole_value(tensor, parameter=tensor)
+            for name, tensor in self.local_tensors().items()
         }
         merged: dict[str, Tensor] = {}
         for of_rank in self._group().all_gather(local_tensors):
@@ -438,13 +439,21 @@ class ModelState:
         return state
 
     def _names_by_prefix(self, prefixes: Mapping[str, str]) -> dict[str, str]:
-        """Returns :attr:`plain_names` from the path of each layer in the plain model."""
+        """Returns the fully qualified name of each tensor, by its name in the plain model.
+
+        The result is empty if ``prefixes`` lacks an entry of the list.
+
+        Args:
+            prefixes: The path of each entry's layer in the plain model, by the entry's number as
+                text.
+        """
         if len(prefixes) != len(self._entries):
             return {}
         names: dict[str, str] = {}
         for index, prefix in prefixes.items():
             slots, shared = self._slots_of(int(index)), self._shared.get(int(index))
             if shared is None:
+                # A slot's name is "<number of the entry>.<path in the layer>".
                 paths = {s.name.partition(".")[2]: s.name for s in join_parts(slots)}
             else:
                 paths = {**shared.names}

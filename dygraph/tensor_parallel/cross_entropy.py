@@ -101,9 +101,8 @@ def _check_labels(label: Tensor, logits: Tensor, ignore_index: int, members: int
 class _CrossEntropy(paddle.autograd.PyLayer):
     """Computes the loss of each row, and its gradient.
 
-    ``count`` is the number of blocks of columns of this member, with sums by a tree; 0 without.
-    Memory for logits costs more than arithmetic on them, so forward and backward each allocate it
-    only once.
+    ``count`` is the number of this member's blocks of columns; 0 without sums by a tree. Memory for
+    logits costs more than arithmetic on them, so forward and backward each allocate it only once.
     """
 
     @staticmethod
@@ -165,7 +164,7 @@ def _combine_members(messages: list[Tensor], count: int) -> tuple[Tensor, Tensor
     Args:
         messages: For each member and row the maximum of each block, the sum of each block, and the
             label's logit.
-        count: The number of blocks of a member, with sums by a tree; 0 without.
+        count: The number of blocks of columns of each member; 0 without sums by a tree.
 
     Returns:
         For each row the loss, the greatest logit, and the sum of the exponentials of all logits

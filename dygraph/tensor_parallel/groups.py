@@ -12,12 +12,12 @@ import functools
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from fleetpipe.aliases import PaddleGroup, Tensor
 from fleetpipe.errors import StateError, UsageError
 from fleetpipe.job import meeting
 from fleetpipe.job.job import current_job
-from fleetpipe.mesh.groups import Group as MeshGroup
 from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.mesh.sums import tree
 from fleetpipe.paddle_api import eager_operations, paddle
@@ -35,20 +35,35 @@ from fleetpipe.paddle_api.tensor import tensor_bytes
 #: every tensor to every member costs more.
 _RING_BYTES = 256 * 1024
 
-#: The group of a layer's members; ``rank`` is the number of the shard that this rank holds.
-Members = MeshGroup
-
 #: What :func:`connect` has connected, by the id of Paddle's group.
 _connected: dict[int, Members] = {}
 #: Whether :func:`alone` is open.
 _alone = False
 
 
-class StockGroup:
-    """The members of a group of Paddle's, which send over Gloo; that waits 30 s for the last.
+class Members(Protocol):
+    """The group of a layer's members: the methods of :class:`fleetpipe.mesh.Group` that layers use.
 
-    It has the methods of ``fleetpipe.mesh.Group`` that layers use.
+    Attributes:
+        rank: The number of the shard that this rank holds.
+        ranks: The number of shards.
     """
+
+    rank: int
+    ranks: int
+
+    def all_gather(self, value: Tensor) -> list[Tensor]:
+        """Returns the tensors of all members, by member, on every member. Collective."""
+
+    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
+        """Replaces each tensor by the sum of the members' tensors. Collective."""
+
+    def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
+        """Returns the sum of the parts that all members pass for this member. Collective."""
+
+
+class StockGroup:
+    """The members of a group of Paddle's, which send over Gloo; it waits 30 s for a late member."""
 
     def __init__(self, group: PaddleGroup) -> None:
         """Takes the members of ``group``."""
@@ -68,7 +83,7 @@ class StockGroup:
             paddle.distributed.all_reduce(tensor, group=self._group)
 
     def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
-        """Returns the sum of the members' parts for this one. Collective; Gloo sums all parts."""
+        """Returns the sum of all members' parts that are for this member. Collective."""
         self.all_reduce(parts)
         return parts[self.rank]
 
@@ -137,7 +152,7 @@ def disconnect(paddle_group: PaddleGroup) -> None:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """While it is open, layers are built whole in this process, whatever their ``mp_group``.
+    """A context in which layers are built whole in this process, whatever their ``mp_group``.
 
     It builds the single-device model of a model-parallel job: under the same seed, the job's shards
     are cut from the same weights. Run the model within ``alone``, too: then operations of
@@ -158,7 +173,7 @@ def alone() -> Iterator[None]:
 
 @contextmanager
 def _topology_of_one_member() -> Iterator[None]:
-    """While it is open, Fleet's topology has one rank along each axis but pp."""
+    """A context in which Fleet's topology has one rank along each axis but pp."""
     topology = hybrid_topology()
     # Paddle's topology has no such method without ep_degree.
     experts = getattr(topology, "get_expert_parallel_world_size", lambda: 1)
@@ -229,9 +244,9 @@ def along(axis: str, group: PaddleGroup = None) -> Members:
 
 def members_of(group: PaddleGroup) -> Members:
     """Returns the members of a group of Paddle's or of fleetpipe's."""
-    if isinstance(group, Group):
-        if group.nranks == 1:
-            return SoleGroup()
-        group = _connected.get(group.id) or StockGroup(group)
-    members: Members = group
-    return members
+    if not isinstance(group, Group):
+        members: Members = group
+        return members
+    if group.nranks == 1:
+        return SoleGroup()
+    return _connected.get(group.id) or StockGroup(group)

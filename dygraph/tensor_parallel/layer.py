@@ -69,7 +69,7 @@ class ParallelLayer(paddle.nn.Layer):
             )
 
     def share_of(self, size: int, name: str, across: int = 1) -> int:
-        """Returns the size of this member's shard of an axis; stores sizes for count_blocks.
+        """Returns the size of this member's shard of an axis; stores it for :meth:`count_blocks`.
 
         Args:
             size: The size of the axis to cut into equal shards.
@@ -82,7 +82,7 @@ class ParallelLayer(paddle.nn.Layer):
         return share
 
     def count_blocks(self) -> int:
-        """Returns the number of blocks of this member; 0 without sums by a tree.
+        """Returns how many blocks of the weight this member computes; 0 without sums by a tree.
 
         Raises:
             ConfigError: The layer cannot compute in blocks, which sums by a tree need.
@@ -130,7 +130,7 @@ class ParallelLayer(paddle.nn.Layer):
         return bias
 
     def _mark_blocks(self, parameter: Tensor, axis: int, size: int) -> None:
-        """Sets a parameter's attribute ``blocks``.
+        """Sets a parameter's attribute ``blocks``, which says how sums by a tree cut it.
 
         Args:
             parameter: The parameter.
@@ -257,8 +257,8 @@ def whole_value(value: Tensor, parameter: Tensor | int | None, group: PaddleGrou
 
     Args:
         value: A parameter, its gradient, or a moment of its optimizer.
-        parameter: The parameter, or its :func:`split_axis`; None if it is whole.
-        group: As for :func:`shard_in`.
+        parameter: The parameter, or the axis along which it is cut; None if it is not cut.
+        group: The members along mp: Paddle's group or fleetpipe's; by default ``fleet.init``'s.
     """
     axis, along = parameter, "mp"
     if isinstance(parameter, paddle.Tensor):
@@ -270,7 +270,10 @@ def whole_value(value: Tensor, parameter: Tensor | int | None, group: PaddleGrou
 
 
 def own_value(whole: Tensor, parameter: Tensor | int | None, group: PaddleGroup = None) -> Tensor:
-    """Returns this member's shard of a full tensor; arguments as for its inverse, whole_value."""
+    """Returns this member's shard of a full tensor: the inverse of :func:`whole_value`.
+
+    ``parameter`` is the parameter, or the axis along which it is cut; None if it is not cut.
+    """
     if isinstance(parameter, int):
         members = groups.along("mp", group)
         return shard_of(whole, parameter, members.rank, members.ranks)

@@ -29,7 +29,7 @@ class _ParallelLinear(ParallelLayer):
         mp_group: PaddleGroup,
         name: str | None,
     ) -> None:
-        """Takes the arguments that both layers have; see there."""
+        """Stores the arguments that ColumnParallelLinear and RowParallelLinear have in common."""
         super().__init__(mp_group)
         self._weight_attr = weight_attr
         self._name = name
@@ -93,7 +93,7 @@ class ColumnParallelLinear(_ParallelLinear):
         return output
 
     def _local_product(self, x: Tensor) -> Tensor:
-        """Returns this member's columns of the output; ``x`` is as for :meth:`_full_input`."""
+        """Returns this member's columns of the output; ``x`` is the input, [.., in_features]."""
         count = self.count_blocks()
         if not count:
             return self.linear(x, self.weight, self.bias, name=self._name)
@@ -101,7 +101,7 @@ class ColumnParallelLinear(_ParallelLinear):
         return output if self.bias is None else eager_operations.total(output, self.bias)
 
     def _full_input(self, x: Tensor) -> Tensor:
-        """Returns the whole input, which every member multiplies by its columns of the weight."""
+        """Returns the input, which every member multiplies by its columns of the weight."""
         return operations.identity(x, self.model_parallel_group)
 
 
@@ -171,7 +171,8 @@ class RowParallelLinear(_ParallelLinear):
 
         Args:
             columns: This member's shard of the last axis of the input.
-            count: The number of blocks, with sums by a tree; 0 without.
+            count: How many blocks of rows to multiply separately and add by a tree, so that the
+                bits do not depend on the number of members; 0 for one plain product.
         """
         if not count:
             return self.linear(columns, self.weight, name=self._name)

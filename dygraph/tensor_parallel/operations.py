@@ -40,40 +40,42 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(parameter: Tensor) -> Blocks | None:
-    """Returns how a parameter is cut into blocks; None without sums by a tree."""
+    """Returns how a parameter is cut into blocks; None if the job does not sum by trees."""
     blocks: Blocks | None = getattr(parameter, "blocks", None) if sums_by_tree() else None
     return blocks
 
 
-def share_of_blocks(most: int, size: int, members: int) -> int:
+def share_of_blocks(blocks: int, size: int, members: int) -> int:
     """Returns the number of blocks that each member has; 0 if there are fewer blocks than members.
 
     Args:
-        most: The largest number of blocks into which the whole axis may be cut.
+        blocks: The largest number of blocks into which the whole axis may be cut, over all members.
         size: The size of the whole axis.
         members: The number of members.
     """
-    return min(most, count_blocks(size)) // members
+    return min(blocks, count_blocks(size)) // members
 
 
-def count_blocks_here(most: int, size: int, members: int, shard_size: int, class_name: str) -> int:
+def count_blocks_here(
+    blocks: int, size: int, members: int, shard_size: int, class_name: str
+) -> int:
     """Returns the number of blocks of a layer that this member computes; 0 without sums by a tree.
 
     Args:
-        most: The layer's ``blocks``: the number of blocks of its whole weight.
+        blocks: The layer's ``blocks``: the number of blocks of its whole weight.
         size: The size of the whole axis that is cut.
         members: The number of shards.
         shard_size: The number of elements of a shard, a multiple of ``_LANES``.
         class_name: The name of the layer's class, for errors.
 
     Raises:
-        ConfigError: The layer would have other bits with another number of shards.
+        ConfigError: The layer's results would have other bits with another number of shards.
     """
     if not sums_by_tree():
         return 0
-    if most < members or most & (most - 1):
+    if blocks < members or blocks & (blocks - 1):
         raise ConfigError(
-            f"`{class_name}.blocks` (={most}) must be a power of two, and at least mp_degree"
+            f"`{class_name}.blocks` (={blocks}) must be a power of two, and at least mp_degree"
             f" (={members})",
             cause="with sums by a tree each rank computes whole blocks of a layer",
             fix=f"set {class_name}.blocks = {max(8, 1 << (members - 1).bit_length())} before the"
@@ -87,7 +89,7 @@ def count_blocks_here(most: int, size: int, members: int, shard_size: int, class
             " so that bits would depend on mp_degree",
             fix=f"round the size up to a multiple of {_LANES * members}, or lower mp_degree",
         )
-    return share_of_blocks(most, size, members)
+    return share_of_blocks(blocks, size, members)
 
 
 def refuse_beside_trees(computation: str, cause: str, instead: str) -> None:
@@ -138,7 +140,7 @@ def _indices_of_columns(rows: int, count: int) -> list[Tensor]:
 
 
 class _CopyForEachBlock(paddle.autograd.PyLayer):
-    """Returns a tensor ``count`` times; the gradients of these are added by a tree."""
+    """Returns ``count`` views of a tensor; their gradients are added by a tree."""
 
     @staticmethod
     def forward(ctx: Context, tensor: Tensor, count: int) -> Tensor:
@@ -162,7 +164,7 @@ class _SumOfBlocks(paddle.autograd.PyLayer):
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> Tensor:
-        """Returns the gradient of the sum as that of each term."""
+        """Returns for each term the gradient of the sum."""
         return (grad,) * ctx.count
 
 
@@ -227,7 +229,7 @@ def sum_over_blocks(
     Without sums by a tree it returns ``measure(value)``.
 
     Args:
-        measure: Returns a number that adds up over the blocks of a tensor, as its squared norm.
+        measure: Returns a number that adds up over blocks, such as a tensor's squared norm.
         value: A tensor with the shape of the parameter, such as its gradient.
         parameter: The parameter, which says how the value is cut into blocks.
     """
@@ -240,7 +242,7 @@ def sum_over_blocks(
 
 @contextmanager
 def own_errors() -> Iterator[None]:
-    """While it is open, a collective that fails in a backward raises its own error, not Paddle's.
+    """A context in which a collective that fails in a backward raises its own error, not Paddle's.
 
     Raises:
         PeerFailed: Another member left while a gradient was under way.
@@ -270,7 +272,7 @@ def recording_errors(function: FunctionInBackward) -> FunctionInBackward:
 
 
 class _Collective(paddle.autograd.PyLayer):
-    """Returns ``run(tensor)``; its backward returns ``gradient(grad)``."""
+    """An operation: the forward returns ``run(tensor)``, the backward ``gradient(grad)``."""
 
     @staticmethod
     def forward(

@@ -61,7 +61,7 @@ def _with_paddles_signature(function: Operation) -> Operation:
 
 
 def _is_no_member(group: PaddleGroup) -> bool:
-    """Whether this rank is no member of the group that a script passes; None is its own group."""
+    """Whether this rank is outside of ``group``; None stands for the group of ``fleet.init``."""
     return group is not None and not group.is_member()
 
 
@@ -164,7 +164,7 @@ def _c_softmax_with_cross_entropy(
 def _with_split_axes(stock: Callable[..., None], **axes: int) -> Callable[..., None]:
     """Returns the constructor of a layer that also marks the axes along which parameters are cut.
 
-    Paddle 2.6.2 sets them only for layers without sequence parallelism.
+    Paddle 2.6.2 marks these axes only in layers without sequence parallelism.
     """
 
     @functools.wraps(stock)

@@ -37,7 +37,7 @@ is_sequence_parallel_parameter = SEQUENCE_PARALLEL.is_sequence_parallel_paramete
 
 
 def _group() -> PaddleGroup:
-    """Returns Paddle's group of the members, which split sequences; refuses sums by a tree."""
+    """Returns Paddle's group of the ranks that split sequences; refuses sums by a tree."""
     _refuse_blocks()
     return model_parallel_group()
 
@@ -71,7 +71,7 @@ def reduce_scatter(input: Tensor) -> Tensor:
 
 
 class ScatterOp:
-    """Cuts a whole sequence, the same on all members, to this member's part."""
+    """Returns this member's part of a sequence that is the same on all members."""
 
     @staticmethod
     def apply(input: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class TensorParallel(paddle.nn.Layer):
         Args:
             *inputs: The arguments of the model. Tensors in them, also within tuples, lists and
                 dicts, get the first member's values.
-            **named: The keyword arguments of the model, treated alike.
+            **named: The keyword arguments of the model, whose tensors get these values too.
         """
         if self._broadcasts_data:
             tensors = enumerate(tensors_of([inputs, named]))

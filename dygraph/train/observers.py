@@ -101,7 +101,7 @@ OBSERVERS: Mapping[str, ObserverRow] = {
 
 @contextmanager
 def observing_all(make: Callable[[Any], Observer]) -> Iterator[None]:
-    """While it is open, ``make(pipeline)`` observes each pipeline that is wrapped."""
+    """A context in which ``make(pipeline)`` observes each pipeline that is wrapped."""
     observer_makers.append(make)
     try:
         yield

@@ -25,7 +25,7 @@ def static_graph() -> Any:
 
 
 class _FirstGuard:
-    """Changes Paddle for static graph when a script first enters a ``device_guard``.
+    """Called by Paddle's ``device_guard``; loads ``fleetpipe.static`` at the first one.
 
     Attributes:
         is_pending: Whether the next ``device_guard`` makes the change.
@@ -44,7 +44,10 @@ class _FirstGuard:
 
 
 def load_at_first_device_guard() -> None:
-    """Makes the next ``device_guard`` load static graph; ``fleet.shutdown`` removes its hooks."""
+    """Makes the next ``device_guard`` load ``fleetpipe.static``, which changes Paddle for it.
+
+    ``fleet.shutdown`` undoes the changes.
+    """
     global _guard
     if _guard is None:
         _guard = _FirstGuard()

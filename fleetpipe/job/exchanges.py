@@ -82,7 +82,7 @@ class Exchanges:
         return Exchange(self.members().begin_all_to_all(parts), lambda values: _fill(out, values))
 
     def all_to_all_tensor(self, out: Tensor, tensor: Tensor, sync_op: bool = True) -> Exchange:
-        """Exchanges equal parts of the first dimension; see :meth:`all_to_all`."""
+        """Sends each member an equal part of ``tensor``'s rows; fills ``out`` with their parts."""
         if paddle.version.major == "2":  # 2.6.2 passes them in the other order
             out, tensor = tensor, out
         return self.all_to_all_single(out, tensor, [], [], sync_op)
@@ -95,11 +95,11 @@ class Exchanges:
         sizes: list[int],
         sync_op: bool = True,
     ) -> Exchange:
-        """Exchanges parts of the first dimension; see :meth:`all_to_all`.
+        """Sends each member some rows of ``tensor``; fills ``out`` with the rows received.
 
         Args:
-            out: The output of all parts.
-            tensor: The input of all parts.
+            out: The output for the rows from all members, in the members' order.
+            tensor: The rows for all members, in the members' order.
             out_sizes: Rows that come from each member; empty for equal parts.
             sizes: Rows that go to each member; empty for equal parts.
             sync_op: Ignored.
@@ -127,7 +127,7 @@ class Exchanges:
     def reduce_scatter_tensor(
         self, out: Tensor, tensor: Tensor, operation: Any, sync_op: bool = True
     ) -> Exchange:
-        """Reduces equal parts of the first dimension; see :meth:`reduce_scatter`."""
+        """Fills ``out`` with the reduction of all members' equal parts, by rows, for this one."""
         return self.reduce_scatter(out, _split(tensor, [], self.members().ranks), operation)
 
     def all_gather_into_tensor(self, out: Tensor, tensor: Tensor, sync_op: bool = True) -> Exchange:
@@ -147,7 +147,7 @@ def methods() -> dict[str, Callable[..., Any]]:
 
 
 def _make_stream_method(name: str) -> Callable[..., Any]:
-    """Returns the method ``name`` for callers that expect the result at its return."""
+    """Returns the method ``name`` for callers that expect the outputs to be filled at once."""
 
     def call(group: PaddleGroup, *arguments: Any) -> Any:
         """Calls the method, and waits for its result."""
@@ -239,10 +239,10 @@ class OwnGroup(Exchanges):
     def __init__(
         self, store: PaddleStore, rank: int, ranks: int, number: int, *, timeout: float
     ) -> None:
-        """Connects the ranks. Collective over the group.
+        """Connects the members. Collective over the group.
 
         Args:
-            store: The store in which they find each other.
+            store: The store in which the members find each other.
             rank: This rank's number in the group.
             ranks: Members of the group.
             number: The group's number among Paddle's.
@@ -290,7 +290,11 @@ class OwnGroup(Exchanges):
         return Done()
 
     def barrier(self, device: int = 0) -> Done:
-        """Waits until all members have come. Collective."""
+        """Waits until all members have called it; returns a finished task. Collective.
+
+        Args:
+            device: Ignored; Paddle passes the number of a GPU.
+        """
         self._members.all_gather(None)
         return Done()
 

@@ -285,7 +285,7 @@ def meet(
     keys = {rank: f"{key}/{rank}" for rank in (everyone if ranks is None else ranks)}
 
     def given_up() -> bool:
-        """Returns whether another rank has reached its limit at this meeting."""
+        """Returns whether another rank has waited at this meeting for as long as its limit."""
         # The others' limits began at other moments: the first rank that gives up ends all waits.
         return store.add(f"{key}/late", 0) > 0
 
@@ -405,7 +405,7 @@ def _refuse_taken_port(host: str, port: int) -> None:
 def _connect_to_store(
     host: str, port: int, timeout: float, sign: str, check: Callable[[], None]
 ) -> JobStore:
-    """Returns a connection to the job's store; rank 0 serves it, other ranks wait until it listens.
+    """Returns a connection to the job's store; rank 0 serves it, other ranks wait until it does.
 
     Paddle's own client has no limit for that wait.
 
@@ -413,7 +413,7 @@ def _connect_to_store(
         host: The host of rank 0.
         port: The port of rank 0.
         timeout: Seconds to wait.
-        sign: A key by which the job's store is known from that of another job.
+        sign: A key that the job's store has, and that of another job has not.
         check: Called meanwhile; raises an error to end the wait.
     """
     if own_rank() == 0:
@@ -457,12 +457,12 @@ def _connect_to_store(
 def _missing_error(
     who: str, timeout: float, got: str | None = None, place: str = ""
 ) -> PipelineTimeout:
-    """Returns the error that some ranks did not come.
+    """Returns the error for ranks that did not come to a meeting.
 
     Args:
         who: The ranks, in words.
         timeout: The limit in seconds.
-        got: What was found instead.
+        got: What was found in their place; None for nothing.
         place: The purpose of the meeting; "" for the start of the job.
     """
     return PipelineTimeout(
@@ -542,7 +542,7 @@ def _disagreement_error(
     subjects = [name for name in {**first, **other} if first.get(name) != other.get(name)]
 
     def in_words(facts: Mapping[str, str]) -> str:
-        """Returns the first differing facts of one side."""
+        """Returns one rank's first facts of those that differ, as text."""
         shown = [f"{name} = {facts.get(name, 'nothing')}" for name in subjects[:_MOST_SHOWN]]
         return "; ".join(shown) + ("; .." if len(subjects) > _MOST_SHOWN else "")
 

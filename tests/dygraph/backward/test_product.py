@@ -30,17 +30,17 @@ SIZES: list[tuple[tuple[int, ...], int]] = [
 
 
 @pytest.fixture(autouse=True)
-def _ways_forgotten() -> Iterator[None]:
+def _methods_forgotten() -> Iterator[None]:
     linear_and_embedding._tried.clear()
     yield
     linear_and_embedding._tried.clear()
     end_rehearsal()
 
 
-def way_of(shape: tuple[int, ...], outputs: int) -> Any:
+def method_of(shape: tuple[int, ...], outputs: int) -> Any:
     """How a Linear of float32 with a bias is made of products."""
     operands = [paddle.zeros(size) for size in (shape, (shape[-1], outputs), (outputs,))]
-    return linear_and_embedding._choose_way(operands, paddle.float32, None)
+    return linear_and_embedding._choose_method(operands, paddle.float32, None)
 
 
 def two(make: Callable[[], Any]) -> tuple[Any, Steps]:
@@ -120,7 +120,7 @@ def test_other_linears_have_the_bits_of_autograd(kind: str) -> None:
 def test_small_weights_are_tried_until_no_chance_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
     monkeypatch.setattr(linear_and_embedding, "_try", lambda *args: seeds.append(args[-1]) is None)
-    assert way_of((2, 8), 8) is not None
+    assert method_of((2, 8), 8) is not None
     assert seeds == [0, 1, 2, 3, 4]
 
 
@@ -140,9 +140,9 @@ def test_a_product_of_other_bits_is_not_used(
         batch(plain, steps, (8, 16), 10 * number)
     assert grads_of(steps.layer) == grads_of(plain)
     # The weight's is still a product where the bias's alone cannot be one.
-    way = way_of((8, 16), 16)
-    assert (way is None) == (not of_bias)
-    assert way is None or way.ones is None
+    method = method_of((8, 16), 16)
+    assert (method is None) == (not of_bias)
+    assert method is None or method.ones is None
 
 
 @pytest.mark.skipif(VERSION.startswith("2."), reason="2.6.2 cannot rehearse half precision")
@@ -161,7 +161,7 @@ def test_half_precision_has_the_bits_of_autograd(level: str, dtype: str, kept: l
             batch(plain, steps, (2, 4, 64), 10 * number)
     assert grads_of(steps.layer) == grads_of(plain)
     (tried,) = linear_and_embedding._tried.values()
-    assert [way is None for way in tried.values()] == [bool(kept)]
+    assert [method is None for method in tried.values()] == [bool(kept)]
 
 
 @pytest.mark.skipif(VERSION.startswith("2."), reason="2.6.2 cannot rehearse half precision")
