@@ -146,7 +146,7 @@ def _statements_to_use(names: NameMap, model: Mapping[str, LazyTensor]) -> list[
 
     Raises:
         CheckpointError: A tensor that a statement needs is missing, perhaps of some layer only.
-        ConfigError: The statements are in an order that loses a tensor.
+        ConfigError: A statement writes over a tensor that a later one reads.
     """
     statements = [*names.aoa_statements]
     # A statement reads the names on one side of its arrow, and makes those on the other side.
@@ -174,16 +174,19 @@ def _statements_to_use(names: NameMap, model: Mapping[str, LazyTensor]) -> list[
         ):
             statements.append(statement)
     _require_order(statements, names.reverse, model)
-    # Paddle expands $LAYER_ID only in names that the checkpoint has, and leaves out ("_") only
-    # names without it. Other statements are written for each layer here.
+    # Paddle expands $LAYER_ID by itself only in names that are in the checkpoint, and only if both
+    # sides of a statement have it: "X -> _" drops X. All other statements are written here, once
+    # for each layer.
     results_only = {pattern for pattern in inputs - layers.keys() if _LAYER in pattern}
     expanded: list[str] = []
     for statement in statements:
         sources = _names_on_side(statement, right=names.reverse)
         reads_result = not results_only.isdisjoint(sources)
         is_one_sided = sum(_LAYER in side for side in statement.split("->")) == 1
-        numbers_to_write = sorted(every, key=int) if reads_result or is_one_sided else [_LAYER]
-        expanded += (statement.replace(_LAYER, number) for number in numbers_to_write)
+        if reads_result or is_one_sided:
+            expanded += (statement.replace(_LAYER, number) for number in sorted(every, key=int))
+        else:
+            expanded.append(statement)
     return expanded
 
 

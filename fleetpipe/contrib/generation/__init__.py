@@ -139,7 +139,7 @@ def generate(
         cache: Whether layers keep the keys and values of earlier positions, by
             ``fleetpipe.dygraph.slices``; None: if all layers can. Without it each token takes a run
             over the whole sequence.
-        inputs: Makes the model's inputs from the tokens of a run, as ``lambda tokens: (tokens,
+        inputs: Makes the model's inputs from the tokens of a run, such as ``lambda tokens: (tokens,
             mask)``: the tokens of the whole sequence, or with a cache the new ones alone.
 
     Returns:
@@ -450,7 +450,7 @@ class LogSamples(rank_policy.Callback):
             tokens: The prompts, as for :func:`fleetpipe.generate`.
             max_new_tokens: As for the same function.
             every: Batches from one print to the next; None: prints after each epoch.
-            decode: Turns a prompt with its new tokens into text, as a tokenizer's ``decode``.
+            decode: Turns a prompt with its new tokens into text, such as a tokenizer's ``decode``.
             options: The other arguments of ``generate``.
 
         Raises:

@@ -117,7 +117,7 @@ class Healer:
         self._refuse_ended()
 
     def _refuse_ended(self) -> None:
-        """Refuses to heal if a rank has ended with 0 during the job, as by ``os._exit``.
+        """Refuses to heal if a rank has ended with 0 during the job, such as by ``os._exit``.
 
         The others have noticed a death and wait for a process, which an end with 0 does not start.
         """

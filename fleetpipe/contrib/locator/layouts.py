@@ -565,7 +565,7 @@ class FullTensors:
         Args:
             key: A key of the micro-batch.
             replica: The number of the replica.
-            role: Which tensor of the sample, as ``"input 0"``.
+            role: Which tensor of the sample, such as ``"input 0"``.
             full: The full tensor.
         """
         of_sample = TensorKey(key.step, "data", "", key.micro_batch, role)

@@ -111,7 +111,7 @@ class ParameterChecks:
             by_rank = {**self._by_rank("update", name, -1), **self._by_rank("initial", name)}
             tolerance = max(self._tolerance(p, name, full) for p in ("initial", "update"))
             finding = name, "initial", by_rank, full, tolerance, locator.CHANGED
-            if wrong := self._find_wrong_ranks(*finding):
+            if wrong := self._locate_wrong_ranks(*finding):
                 return wrong
         return None
 
@@ -380,7 +380,7 @@ class ParameterChecks:
     # The step
 
     def check_clip(self) -> Location | None:
-        """Finds ranks that do not clip, or the first gradient clipped by another norm."""
+        """Finds ranks that do not clip, or the first gradient clipped by a wrong global norm."""
         clipping = [r.rank for r in self._job.ranks if r.by_name(self._step.number, "clip")]
         # A rank whose optimizer shard is empty neither steps nor clips.
         stepping = [r.rank for r in self._job.ranks if self._rate in r.tensors]
@@ -434,11 +434,13 @@ class ParameterChecks:
                     n: tensor for n, tensor in by_rank.items() if not self._is_sent_later(n, name)
                 }
             tolerance = self._tolerance(phase, name, full)
-            if wrong := self._find_wrong_ranks(name, phase, by_rank, full, tolerance, cause, *axes):
+            if wrong := self._locate_wrong_ranks(
+                name, phase, by_rank, full, tolerance, cause, *axes
+            ):
                 return wrong
         return None
 
-    def _find_wrong_ranks(
+    def _locate_wrong_ranks(
         self,
         name: str,
         phase: str,
@@ -446,9 +448,9 @@ class ParameterChecks:
         full: np.ndarray,
         tolerance: float,
         cause: str,
-        *likely: str,
+        *axes: str,
     ) -> Location | None:
-        """Describes the ranks with a wrong tensor; None if there are none.
+        """Returns the location of the ranks with a wrong tensor; None if there are none.
 
         Args:
             name: The parameter or buffer.
@@ -457,11 +459,11 @@ class ParameterChecks:
             full: The one-device twin's tensor.
             tolerance: The difference that rounding causes.
             cause: The likely cause, in a sentence.
-            likely: As for :meth:`StepBesideTwin.beyond_rounding`.
+            axes: The axes that may be named if the wrong ranks do not show the axis.
         """
         layer, cause = name.rpartition(".")[0] or name, f"{name}: {cause}"
         apart = self._gaps_to_shards(by_rank, full)
-        return self._step.beyond_rounding(layer, phase, apart, tolerance, cause, *likely)
+        return self._step.beyond_rounding(layer, phase, apart, tolerance, cause, *axes)
 
     def _is_sent_later(self, number: int, name: str) -> bool:
         """Returns whether rank ``number`` receives a parameter only after this step's record.

@@ -75,7 +75,7 @@ class RankTensors:
         return {p: t for p, t in self.tensors.items() if p.step == step and p.phase == phase}
 
     def by_name(self, step: int, phase: str) -> dict[str, np.ndarray]:
-        """Returns by name the tensors of a phase that belong to no micro-batch, as parameters."""
+        """Returns, by name, a phase's tensors of no micro-batch, such as the parameters."""
         return {p.name: t for p, t in self.in_phase(step, phase).items() if p.micro_batch == -1}
 
     def optimizer_parameters(self, key: TensorKey) -> list[str]:
@@ -175,7 +175,7 @@ def read(folder: Path) -> Record:
 
 
 def _read_counts(value: JsonValue) -> dict[str, int]:
-    """Reads an object of counts, as degrees by axis."""
+    """Reads an object of counts, such as degrees by axis."""
     return {name: one.count() for name, one in value.fields().items()}
 
 

@@ -43,8 +43,8 @@ def adapt(
     Args:
         model: The list of layers of a ``PipelineLayer``, of which each layer draws under its own
             seed; or a plain layer, as :func:`fleetpipe.pipeline` takes it.
-        targets: The last parts of the paths of the layers, as ``["qkv", "mlp.up"]``. Paths in a
-            list begin with the number of the entry: ``"3.qkv"``. The layers are ``nn.Linear``,
+        targets: The last parts of the paths of the layers, such as ``["qkv", "mlp.up"]``. Paths in
+            a list begin with the number of the entry: ``"3.qkv"``. The layers are ``nn.Linear``,
             ``ColumnParallelLinear`` or ``RowParallelLinear``.
         rank: Columns of ``lora_A``.
         alpha: The scale of an adapter's output, times ``rank``.

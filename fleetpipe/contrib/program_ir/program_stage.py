@@ -91,11 +91,11 @@ class ProgramStage:
             leave_device(op)
 
     def incoming(self, value: int) -> str:
-        """Names the variable with a value of an earlier stage."""
+        """Returns the name of the variable for a value of an earlier stage, given by number."""
         return self._names[value]
 
     def outgoing(self, value: int) -> str:
-        """Names the variable with a value that the stage computes."""
+        """Returns the name of the variable for a value of this stage, given by number."""
         return self._names[value]
 
     def cut(self, exports: Iterable[int], kinds: Collection[str] = ("B",)) -> NativePrograms:

@@ -68,7 +68,7 @@ def Momentum(
     """Returns Paddle's ``Momentum``, which takes its arguments in another order.
 
     Args:
-        params: The parameters to update, as from :func:`infer_param_pipeline_stage`.
+        params: The parameters to update, such as from :func:`infer_param_pipeline_stage`.
         learning_rate: A rate, or a scheduler of Paddle's.
         momentum: The share of the last step in the next one.
         weight_decay: The share of a parameter that is added to its gradient.
