@@ -14,11 +14,12 @@ from paddle import nn
 from fleetpipe import fleet, parity
 from fleetpipe.dygraph import PipelineOptimizer, PipelineParallel
 from fleetpipe.dygraph.batch import dygraph_stage, micro_batches, row_digests
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import BoundaryError, ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.paddle_api.meta_parallel import PipelineDatasetPreprocessor
 from tests.fixtures import Patch
 from tests.pipelines import (
+    CLASSES,
     FEATURES,
     ROWS,
     batch,
@@ -145,6 +146,30 @@ def test_an_item_too_many_of_an_iterator_is_found(monkeypatch: Patch) -> None:
     report = after_a_step(FORMS["an iterator"], None)
     assert differences(report) == [("micro-batch", "the iterator, taken", 0)]
     assert not report.passed
+
+
+KEPT: dict[str, Any] = {}
+
+
+class Keeping(nn.Linear):
+    """Leaves its output in a dict for the layers behind."""
+
+    def forward(self, value: Any) -> Any:
+        KEPT["out"] = super().forward(value)
+        return KEPT["out"]
+
+
+def test_a_value_that_a_stage_leaves_for_another_is_refused_as_without_parity() -> None:
+    first = Keeping(FEATURES, 8)
+    # The function reaches the first layer itself, and with that what the session keeps of it.
+    add = lambda value: paddle.add(value * first.weight.ndim, KEPT["out"])  # noqa: E731
+    layers = [first, nn.functional.tanh, add]
+    with (
+        compared(2, layers=[*layers, LayerDesc(nn.Linear, 8, CLASSES)]) as (_, session),
+        pytest.raises(BoundaryError) as refusal,
+    ):
+        session.step(batch())
+    assert "got: out\n" in str(refusal.value)
 
 
 def test_a_batch_that_does_not_fit_is_refused_as_without_parity() -> None:

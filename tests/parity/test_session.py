@@ -300,11 +300,19 @@ def set_weight(layer: Scale) -> None:
     layer.weights["first"][1] = 0.5
 
 
+def set_recursive_function(layer: Scale) -> None:
+    def halve(x: Any, times: int = 2) -> Any:
+        return halve(0.5 * x, times - 1) if times else x
+
+    layer.activation = halve
+
+
 CHANGES: dict[str, Callable[[Scale], None]] = {
     "number": lambda layer: setattr(layer, "temperature", 0.25),
     "tensor": lambda layer: setattr(layer, "temperature", paddle.to_tensor([0.5] * 8)),
     "list in a dict": set_weight,
     "function": lambda layer: setattr(layer, "activation", lambda x: x * 0.5),
+    "function that calls itself": set_recursive_function,
 }
 
 
