@@ -58,8 +58,24 @@ _LATE = {
     "resume": "fleetpipe.launch.resume",
 }
 
-__all__ = ["__version__", "install"]
-__all__.extend(_LATE)
+__all__ = [
+    "CheckpointManager",
+    "Model",
+    "SplitPoint",
+    "__version__",
+    "callbacks",
+    "explain",
+    "generate",
+    "install",
+    "load_checkpoint",
+    "load_single",
+    "locate",
+    "model_hash",
+    "pipe_split",
+    "pipeline",
+    "plan",
+    "resume",
+]
 
 
 def __dir__() -> list[str]:

@@ -21,8 +21,16 @@ _LATE = {
     "LossMonitor": "fleetpipe.contrib.callbacks",
 }
 
-__all__ = ["MetricsLogger", "PipelineCheckpoint", "Progress", "ThroughputMonitor", "TraceSteps"]
-__all__.extend(_LATE)
+__all__ = [
+    "LogMetricByEpoch",
+    "LogSamples",
+    "LossMonitor",
+    "MetricsLogger",
+    "PipelineCheckpoint",
+    "Progress",
+    "ThroughputMonitor",
+    "TraceSteps",
+]
 
 if not TYPE_CHECKING:  # to a type checker it would give the module every name
     __getattr__ = late(_LATE)

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from fleetpipe.engine.observer import BatchObserver, Blocked, Instruction, Played
 from fleetpipe.mesh.turns import here
@@ -75,11 +75,35 @@ class _Moment(NamedTuple):
         return max(0.0, self.wall - before.wall - (self.queued - before.queued))
 
 
+class StepProgress(Protocol):
+    """Receives the times of steps, as :class:`fleetpipe.job.records.RunProgress` does.
+
+    Attributes:
+        synchronize: Waits until the device has computed all queued work, within a limit.
+    """
+
+    synchronize: Callable[[], None]
+
+    def tell_loss(self, loss: Any, waits: bool) -> None:
+        """Receives the loss of a step.
+
+        Args:
+            loss: The loss.
+            waits: Whether reading it would wait for a GPU.
+        """
+
+    def begin_step(self) -> None:
+        """Receives the moment before the first action of a step runs."""
+
+    def end_step(self, times: StepTimes) -> None:
+        """Receives the times of a step when its last action has run."""
+
+
 class StepMeter(BatchObserver):
     """Times each training batch of this process, and counts the messages that it waits for."""
 
     def __init__(
-        self, plan: Plan, ranks: Sequence[int], progress: Any, probes: bool = True
+        self, plan: Plan, ranks: Sequence[int], progress: StepProgress, probes: bool = True
     ) -> None:
         """Creates a meter that has measured no step yet.
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Protocol
 
 from fleetpipe import log, systems
 from fleetpipe.arguments import require_folder
@@ -33,6 +33,7 @@ from fleetpipe.schedules.forms.trace import (
     with_early,
     write_trace,
 )
+from fleetpipe.transport import Transport
 from fleetpipe.transport.hosts import host_name
 
 _log = log.logger(__name__)
@@ -44,6 +45,28 @@ _ROUNDS = 8
 
 #: An :class:`Event` without its rank, as ranks send it to rank 0.
 Record = tuple[Any, ...]
+
+
+class TracedJob(Protocol):
+    """A job as a trace uses it: some members of :class:`fleetpipe.job.job.Job`.
+
+    Attributes:
+        endings: Functions to call when the job ends.
+        progress: The job's ``RunProgress``: ``step`` is the number of steps that are done, and
+            ``wall_time`` divides the time between two of them.
+    """
+
+    endings: list[Callable[[], None]]
+    progress: Any
+
+    def connect(self) -> Mapping[int, Transport]:
+        """Returns the transport of each rank of the pipeline that this process plays."""
+
+    def group(self) -> Group:
+        """Returns the group of the pipeline's ranks."""
+
+    def leads(self, *but: str) -> bool:
+        """Returns whether this process is first on every axis except those in ``but``."""
 
 
 class Trace(BatchObserver):
@@ -117,7 +140,7 @@ class Trace(BatchObserver):
         name, records = str(op), self._records[played.rank]
 
         def run_timed() -> Blocked | None:
-            """Runs the instruction; first resets ``here.waited``, which adds up its waits."""
+            """Runs the instruction; first sets ``here.waited``, the sum of its waits, to 0."""
             here.waited = 0.0
             return instruction()
 
@@ -260,7 +283,7 @@ class Trace(BatchObserver):
 class JobTrace(Trace):
     """Traces all steps of a job and writes the files when the job ends."""
 
-    def __init__(self, folder: str, schedule: Schedule, job: Any) -> None:
+    def __init__(self, folder: str, schedule: Schedule, job: TracedJob) -> None:
         """Begins to trace a job. Collective over the pipeline.
 
         Args:
@@ -271,7 +294,7 @@ class JobTrace(Trace):
         Raises:
             ConfigError: Nothing can be written into the folder, on rank 0.
         """
-        group: Group = job.group()
+        group = job.group()
         if group.rank == 0:
             require_folder('fleetpipe_configs["trace"]', folder)
         path = Path(folder).absolute()

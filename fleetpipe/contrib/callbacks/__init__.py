@@ -7,7 +7,6 @@ from a checkpoint continues its record there, whose id is in a file of the run d
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
@@ -222,8 +221,8 @@ class LossMonitor(rank_policy.Callback):
         """Puts a hook on each layer of this rank if ``find_layer`` is set."""
         if self._find_layer:
             for name, layer in self.model.network.named_sublayers():
-                hook = functools.partial(self._note_not_finite, name)
-                self._hooks.append(layer.register_forward_post_hook(hook))
+                hook = layer.register_forward_post_hook(self._hook_for(name))
+                self._hooks.append(hook)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Removes the hooks."""
@@ -267,9 +266,16 @@ class LossMonitor(rank_policy.Callback):
             else "LossMonitor(find_layer=True) names the layer that has it first",
         )
 
-    def _note_not_finite(self, name: str, _layer: Layer, _inputs: Nest, output: Nest) -> None:
-        """The hook on the layer ``name``: notes where the first output with a NaN or Inf was."""
-        floats = (tensor for tensor in tensors_of(output) if tensor.is_floating_point())
-        if self._first_not_finite is None and not all(paddle.isfinite(t).all() for t in floats):
-            pipeline = self.model.pipeline
-            self._first_not_finite = [pipeline.micro_batch_id, pipeline.stage_id, name]
+    def _hook_for(self, name: str) -> Any:
+        """Returns the hook that looks for a NaN or Inf in each output of the layer ``name``."""
+
+        def note(_layer: Layer, _inputs: Nest, output: Nest) -> None:
+            if self._first_not_finite is None and not all(
+                bool(paddle.isfinite(tensor).all())
+                for tensor in tensors_of(output)
+                if tensor.is_floating_point()
+            ):
+                pipeline = self.model.pipeline
+                self._first_not_finite = [pipeline.micro_batch_id, pipeline.stage_id, name]
+
+        return note

@@ -126,10 +126,10 @@ def environments(worker_group: Any) -> list[dict[str, str]]:
     nodes = [place.node for place in places]
     # One worker of each node answers: two that probe at once could find the same port.
     ports = {
-        node: ray.get(worker_group.execute_single_async(nodes.index(node), free_ports, ranks + 1))
+        node: worker_group.execute_single_async(nodes.index(node), free_ports, ranks + 1)
         for node, ranks in Counter(nodes).items()
     }
-    return rank_environments(places, ports)
+    return rank_environments(places, dict(zip(ports, ray.get(list(ports.values())))))
 
 
 def rank_environments(places: list[RankPlace], ports: dict[str, list[int]]) -> list[dict[str, str]]:

@@ -177,12 +177,12 @@ def _valid_stages(value: object) -> list[dict[str, Any]]:
 
     The rank and the number of parameters of each are whole numbers; what is none counts as 0.
     """
-    stages = (
-        [stage for stage in value if isinstance(stage, dict)] if isinstance(value, list) else []
-    )
-    for stage in stages:
-        numbers = {name: stage.get(name) for name in ("rank", "parameters")}
-        stage.update({name: n if isinstance(n, int) else 0 for name, n in numbers.items()})
+    stages = []
+    for stage in value if isinstance(value, list) else []:
+        if isinstance(stage, dict):
+            numbers = {name: stage.get(name) for name in ("rank", "parameters")}
+            whole = {name: n if isinstance(n, int) else 0 for name, n in numbers.items()}
+            stages.append({**stage, **whole})
     return [stage for stage in stages if 0 <= stage["rank"] < len(stages)]
 
 
@@ -342,6 +342,7 @@ def _differing_setting_columns(runs: Mapping[str, RunRecord]) -> list[Column]:
         by_run[title] = dict(named_settings({"schedule": schedule, **sections}))
     names = dict.fromkeys(name for settings in by_run.values() for name in settings)
     differing = [name for name in names if len({run.get(name) for run in by_run.values()}) > 1]
-    cells = {title: [run.get(name, "none") for name in differing] for title, run in by_run.items()}
-    columns = {"setting": differing, **cells}
-    return [Column(name, texts, False) for name, texts in columns.items()] if differing else []
+    columns = [Column("setting", differing, False)]
+    for title, settings in by_run.items():
+        columns.append(Column(title, [settings.get(name, "none") for name in differing], False))
+    return columns if differing else []

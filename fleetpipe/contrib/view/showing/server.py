@@ -119,14 +119,16 @@ class Server:
 
     def _run_loop(self) -> None:
         """Answers requests until the loop is stopped, then drops all connections."""
-        self._loop.run_forever()
-        self._server.close()
-        tasks = list(self._open)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            self._loop.run_until_complete(asyncio.wait(tasks))
-        self._loop.close()
+        try:
+            self._loop.run_forever()
+        finally:
+            self._server.close()
+            tasks = list(self._open)
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                self._loop.run_until_complete(asyncio.wait(tasks))
+            self._loop.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answers the request of a connection; drops the oldest one if too many are open."""
@@ -191,8 +193,11 @@ class Server:
         elif path == "/":
             body = page(RunRecord("job", board), live=True).encode()
         else:
-            content = {**board.content(), "history": board.history.content()}
-            content = status_of(board) if path == "/status.json" else content
+            content = (
+                status_of(board)
+                if path == "/status.json"
+                else {**board.content(), "history": board.history.content()}
+            )
             body = json.dumps(content).encode() + b"\n"
         self._texts[path] = time.monotonic(), body
         return body
