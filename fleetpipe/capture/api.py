@@ -22,6 +22,7 @@ from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec
 from fleetpipe.capture.proof import planned_schedule, prove
 from fleetpipe.capture.repeatability import require_same_calls
 from fleetpipe.capture.running.captured_state import initialize, return_memory, without_memory
+from fleetpipe.capture.running.stages import Head
 from fleetpipe.capture.running.variants import StagedCaptures
 from fleetpipe.capture.tracing.capturing import Capturer
 from fleetpipe.capture.tracing.signature import ROWS, fill_input_specs
@@ -170,7 +171,7 @@ def pipeline(
 @contextmanager
 def _vocabulary_head_in_place(
     model: Layer, path: str | None, ranks: int | None, chunks: int | None, plan: PipelinePlan | None
-) -> Iterator[Any]:
+) -> Iterator[Head | None]:
     """Replaces the ``nn.Linear`` that gives a model's logits by the parts of a vocabulary head.
 
     An error within the context restores the ``nn.Linear``.
@@ -183,7 +184,7 @@ def _vocabulary_head_in_place(
         plan: The plan of the pipeline; None without one.
 
     Yields:
-        The ``HeadInParts`` of ``fleetpipe.contrib.vocabulary``.
+        The head; None if ``path`` is.
 
     Raises:
         ConfigError: The number of ranks is unknown, or the layer cannot be replaced.

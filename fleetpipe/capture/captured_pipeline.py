@@ -22,7 +22,7 @@ from fleetpipe.capture.running.captured_state import (
     release,
     stages_using,
 )
-from fleetpipe.capture.running.stages import CapturedStages, PlainCopy
+from fleetpipe.capture.running.stages import CapturedStages, Head, PlainCopy
 from fleetpipe.capture.running.variants import (
     SameObject,
     StagedCaptures,
@@ -191,8 +191,8 @@ class CapturedPipeline(PipelineLayer):
     users: dict[str, tuple[int, ...]]
     #: The parameters and buffers of the plain model when they were last compared, by name.
     _tensors: dict[str, SameObject]
-    #: The ``HeadInParts`` whose parts are the last stages; None without a vocabulary head.
-    _head: Any
+    #: The vocabulary head whose parts are the last stages; None without one.
+    _head: Head | None
     _shadowed: int
 
     def __init__(
@@ -206,7 +206,7 @@ class CapturedPipeline(PipelineLayer):
         proof: Proof | None = None,
         plan: PipelinePlan | None = None,
         shadowed: int = 0,
-        head: Any = None,
+        head: Head | None = None,
     ) -> None:
         """Makes a pipeline of this process's stages. Collective if ranks share weights.
 
@@ -220,7 +220,7 @@ class CapturedPipeline(PipelineLayer):
             proof: The result of the comparison with the plain model; None without one.
             plan: The plan that the cut comes from; None without a plan.
             shadowed: How many of the first batches train the plain model too, to compare the two.
-            head: The ``HeadInParts`` of a vocabulary head; None without one.
+            head: The vocabulary head whose parts are the last stages; None without one.
         """
         # Not by Layer.__setattr__, which would make a sublayer of the model.
         self.__dict__.update(plain=plain, captures=captures, choice=choice, proof=proof)

@@ -6,8 +6,8 @@ each node under its random key. ``fleetpipe.contrib.vocabulary`` has a vocabular
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.running.captured_state import lend_zeros
@@ -15,9 +15,16 @@ from fleetpipe.capture.running.replay import FIRST_BATCH, SIGNATURE
 from fleetpipe.capture.running.variants import StagedCapture, StagedCaptures
 from fleetpipe.capture.tracing.capturing import FirstBatch, switch_mode
 from fleetpipe.capture.tracing.signature import Signature, add_plain_values
-from fleetpipe.capture.tracing.value import NodeCall, NodeFinder, Unopened, arguments_of
+from fleetpipe.capture.tracing.value import (
+    Capture,
+    Node,
+    NodeCall,
+    NodeFinder,
+    Unopened,
+    arguments_of,
+)
 from fleetpipe.dygraph import random_keys
-from fleetpipe.dygraph.layers.run_stage import Run
+from fleetpipe.dygraph.layers.run_stage import Run, StageRunner
 from fleetpipe.dygraph.state.names import ModelWithParts
 from fleetpipe.dygraph.state.single_model import copy_layers
 from fleetpipe.engine.stage import Values
@@ -25,7 +32,7 @@ from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.eager_operations import intercepting
 from fleetpipe.paddle_api.layer import share_tables
-from fleetpipe.schedules import Edge
+from fleetpipe.schedules import Edge, Placement
 from fleetpipe.schedules.action import GlobalMicroBatch
 
 _FIRST = GlobalMicroBatch(0)
@@ -101,6 +108,46 @@ class CapturedStages:
             for edge in self.edges(training)
             if edge.source == stage
         }
+
+
+class Head(Protocol):
+    """A vocabulary head in parts, which replaces the ``nn.Linear`` that gives a model's logits.
+
+    Its parts are stages after those of the model. ``fleetpipe.contrib.vocabulary`` implements it.
+
+    Attributes:
+        description: The head as an entry of a list of layers.
+        counted_names: Paddle's names of the Linear's parameters, by their names in the model.
+    """
+
+    description: Any
+    counted_names: Mapping[str, str]
+
+    @property
+    def parts(self) -> Sequence[Layer]:
+        """The parts, in order."""
+
+    @property
+    def names(self) -> list[str]:
+        """The names of :meth:`functions` in a profile and in a plan."""
+
+    def functions(self) -> list[Callable[[Nest], Nest]]:
+        """Returns the functions of the stages after those of the model: the parts, and the loss."""
+
+    def nodes(self, number: int) -> list[Node]:
+        """Returns the nodes of a stage after those of the model, of which the first is 0."""
+
+    def require_last(self, *traces: Capture) -> None:
+        """Raises an error if the model uses the logits itself in one of the captured runs."""
+
+    def stages(
+        self,
+        captures: StagedCaptures,
+        training: Callable[[], bool],
+        runner: StageRunner,
+        placement: Placement,
+    ) -> CapturedStages:
+        """Returns the stages of the model, then those of the head, which ``runner`` runs."""
 
 
 def loss_input(model: Layer, output: Nest) -> Nest:

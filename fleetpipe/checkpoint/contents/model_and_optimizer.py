@@ -10,7 +10,7 @@ it; a checkpoint names it after its parameter, ``3.weight/moment1_0``, as Paddle
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fleetpipe import log
@@ -267,6 +267,7 @@ class OptimizerState(SavedPart):
     def __init__(self, optimizer: Optimizer, model: NamedTensors) -> None:
         self._optimizer = unwrap(optimizer)
         #: Says of which parameters this process has the state; None if it has that of all.
+        self._owns_state: Callable[[Tensor], bool] | None
         self._owns_state = getattr(optimizer, "owns_state", None)
         self._model = model
         #: The parameters whose state was created to be filled, and those without saved state.
