@@ -78,7 +78,8 @@ def load(path: str | os.PathLike[str]) -> dict[str, Nest]:
     Returns:
         The saved values, with tensors on the current device.
 
-    Raises: CheckpointError: The file is missing, unreadable, or holds something else.
+    Raises:
+        CheckpointError: The file is missing, unreadable, or holds something else.
     """
     contents: dict[str, Nest] = _with_tensors(load_arrays(path), {})
     return contents
