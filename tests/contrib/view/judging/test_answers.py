@@ -167,6 +167,7 @@ FALLING = [2.0 - 0.01 * step for step in range(100)]
     ("losses", "text"),
     [
         (FALLING, ""),
+        ([*FALLING[:6], *[math.nan] * 4], "NaN or infinite from step 7 on"),
         ([1.0, math.inf, 1.0], "NaN or infinite at step 2"),
         ([-1.0] * 10, ""),
     ],
