@@ -295,7 +295,11 @@ def test_rounding_is_told_from_another_number() -> None:
 def ran(*starts: list[CallRecord]) -> Any:
     """A variant whose starts have left these trails on one rank."""
     return SimpleNamespace(
-        way=Variant("stopped"), code=0, printed={}, files={}, trail=lambda start=0: [starts[start]]
+        variant=Variant("stopped"),
+        code=0,
+        printed={},
+        files={},
+        trail=lambda start=0: [starts[start]],
     )
 
 
