@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
@@ -53,6 +54,19 @@ def test_a_loss_that_is_no_number_ends_the_training(model: Any, find_layer: bool
         fit(model, monitor, data=Spoiled(), shuffle=False)
     place = "epoch 1, step 2, micro-batch 1"
     assert place + (", layer '0'" if find_layer else "\n") in str(caught.value)
+
+
+def test_a_copy_of_a_layer_copies_no_monitor(model: Any) -> None:
+    class Monitor(LossMonitor):  # type: ignore[misc]
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise AssertionError("the monitor was copied")
+
+        def on_train_batch_end(self, step: int, logs: Any = None) -> None:
+            copied.extend(copy.deepcopy(self.model.network.sublayers()))
+
+    copied: list[Any] = []
+    fit(model, Monitor(0, find_layer=True))
+    assert copied
 
 
 def test_a_negative_number_of_batches_is_refused() -> None:

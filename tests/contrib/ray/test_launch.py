@@ -162,6 +162,25 @@ def test_each_rank_is_told_where_all_of_them_are() -> None:
     assert {rank["PADDLE_NNODES"] for rank in told} == {"2"}
 
 
+def test_all_nodes_look_for_ports_at_once(monkeypatch: Patch) -> None:
+    asked: list[int] = []
+
+    class Workers:
+        def execute(self, _place: Any) -> list[RankPlace]:
+            return [RankPlace(node, "10.0.0.1", "") for node in "aab"]
+
+        def execute_single_async(self, worker: int, _find: Any, count: int) -> list[int]:
+            asked.append(worker)
+            return [*range(20000, 20000 + count)]
+
+    def get(references: Any) -> Any:
+        assert asked == [0, 2]
+        return references
+
+    monkeypatch.setattr(paddle_trainer.ray, "get", get)
+    assert len(paddle_trainer.environments(Workers())) == 3
+
+
 def test_only_ranks_without_a_gpu_meet_over_gloo() -> None:
     on_cpu, on_gpu = rank_environments(
         [RankPlace("a", "10.0.0.1", ""), RankPlace("a", "10.0.0.1", "3")],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -194,13 +195,16 @@ def test_whatever_a_run_says_is_text(tmp_path: Path) -> None:
         "versions": {EVIL: EVIL},
         "command": [EVIL],
         "schedule": {**schedule(), "name": EVIL},
-        "stages": [{"stage": EVIL, "rank": 0, "layers": [EVIL], "parameters": 1}],
+        "stages": [{"stage": EVIL, "rank": 0, "layers": [EVIL], "parameters": 1.5}],
     }
     folder = written(tmp_path / "<b>run", rows, **about)
     lives = {"event": "begin", "life": 1, "time": 0, "step": 0, "process": EVIL}
     end = {"event": "end", "life": 1, "time": 1, "code": 1, "culprit": EVIL, "details": EVIL}
     (folder / "lives.jsonl").write_text(json.dumps(lives) + "\n" + json.dumps(end) + "\n")
-    text = page(read(folder))
+    run = read(folder)
+    before = copy.deepcopy(run.about)
+    text = page(run)
+    assert run.about == before
     parsed = Parsed(text)
     assert EVIL not in text
     assert (parsed.names, parsed.scripts) == ([], 1)
@@ -349,5 +353,8 @@ def test_the_command_compares(tmp_path: Path, capsys: Capture) -> None:
     assert main(["report", *folders, "-o", str(page)]) == 0
     assert "No setting that the runs recorded." in Parsed(page.read_text()).sections["settings"]
     assert "fleetpipe: b: No step was traced" in capsys.readouterr().err
+    setting = str(run(tmp_path / "setting", 1.0, "FThenB"))
+    assert main(["report", folders[0], setting, "-o", str(page)]) == 0
+    assert re.search(r"schedule\s+1F1B\s+FThenB", Parsed(page.read_text()).sections["settings"])
     assert main(["report", folders[0], folders[0], "-o", str(page)]) == 2
     assert "one folder is given twice" in capsys.readouterr().err
