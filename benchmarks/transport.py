@@ -11,6 +11,7 @@ an all_to_all and a reduce_scatter of a tensor of that size, of which half goes 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import socket
 import subprocess
 import sys
@@ -25,7 +26,6 @@ import paddle
 from benchmarks.figures import Figure, parser, report
 from fleetpipe.mesh.groups import DirectGroup
 from fleetpipe.transport import MessageKey, SocketTransport, Transport, connect, hosts
-from tests.transport.helpers import FolderStore
 
 SIZES = {"4 B": 4, "4 KiB": 4 << 10, "256 KiB": 256 << 10, "4 MiB": 4 << 20, "16 MiB": 16 << 20}
 PING, PONG = MessageKey("F", 0, 1, "", 0), MessageKey("B", 0, 1, "", 0)
@@ -159,11 +159,36 @@ def main() -> None:
     report(figures, arguments.json)
 
 
+class _FolderStore:
+    """The store through which the two processes find each other: a file for each key."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def set(self, key: str, value: str) -> None:
+        self._path(key).write_text(value, encoding="utf-8")
+
+    def get(self, key: str) -> bytes:
+        return self._path(key).read_bytes()
+
+    def add(self, key: str, amount: int) -> int:
+        with open(self._path(key), "a+", encoding="ascii") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            total = int(file.read() or 0) + amount
+            file.truncate(0)
+            file.write(str(total))
+        return total
+
+    def _path(self, key: str) -> Path:
+        return self._folder / key.replace("/", "_")
+
+
 def _connect(rank: int, folder: Path, tcp: bool) -> SocketTransport:
     return connect(
         rank=rank,
         ranks=2,
-        store=FolderStore(folder),
+        store=_FolderStore(folder),
         namespace="benchmark",
         timeout=TIMEOUT,
         force_tcp=tcp,

@@ -184,7 +184,7 @@ def number() -> int:
 
 
 def folder() -> Path | None:
-    """Returns the folder of this attempt on this host; None without a launcher that gives one."""
+    """Returns the folder of this attempt of the job on this host; None without a launcher's."""
     path = os.environ.get(FOLDER)
     return Path(path) if path else None
 
@@ -210,7 +210,7 @@ def tell_preempted(step: int) -> None:
 
 
 def tell_unhealed(why: str) -> None:
-    """Writes why this rank cannot go on with a replaced process, for a launcher that heals."""
+    """Writes for the launcher why this rank cannot go on if another one is replaced."""
     _write_rank_file("unhealed", why)
 
 
@@ -398,7 +398,7 @@ def write_generation(directory: Path, generation: Generation) -> None:
 
 
 def note_signal(number: int, _frame: object) -> None:
-    """Handles a signal that comes before the script of a replaced rank does: only stores it."""
+    """Stores a signal that reaches a replaced rank before its script handles signals."""
     early_signals.append(number)
 
 
