@@ -152,7 +152,7 @@ def _digests_of_checkpoint(checkpoint: Any) -> dict[str, str]:
 
     ``checkpoint`` is one that ``contrib.formats`` has opened.
     """
-    return {name: tensor.digest() for name, tensor in checkpoint.tensors_of(MODEL).items()}
+    return {name: tensor.digest() for name, tensor in checkpoint.of(MODEL).items()}
 
 
 def _digests_in_file(path: Path) -> dict[str, str]:

@@ -41,7 +41,7 @@ class LazyTensor(NamedTuple):
     """A tensor of a checkpoint, whose values are read on demand.
 
     Attributes:
-        described: Its dtype and shape.
+        described: The dtype and shape of the tensor.
         read_part: Reads a region of the tensor, or all of it for None; :meth:`read` calls it.
     """
 
@@ -67,12 +67,12 @@ class Checkpoint:
 
     Attributes:
         tensors: The tensors, those of the model in the model's order.
-        step: The step after which it was saved; None if unknown.
+        step: The step after which the checkpoint was saved; None if unknown.
         scheduler: The state of the learning rate's scheduler; None without one.
-        files: Other files in its folder, such as a tokenizer's; they are copied, not read.
-        plain_order: For each tensor of the model, in the order of ``tensors``, its plain name: that
-            in the model as a single-device script builds it. Empty if unknown or the same; the
-            names in ``tensors`` themselves if a map of names has sorted them.
+        files: Other files in the folder, such as a tokenizer's, which are copied and not read.
+        plain_order: For each tensor of the model, in the order of ``tensors``, the name in the
+            model as a single-device script builds it. Empty if unknown or the same; the names in
+            ``tensors`` themselves if a map of names has sorted them.
     """
 
     tensors: Mapping[TensorName, LazyTensor]
@@ -81,16 +81,16 @@ class Checkpoint:
     files: tuple[Path, ...] = ()
     plain_order: tuple[str, ...] = ()
 
-    def tensors_of(self, group: str) -> dict[str, LazyTensor]:
+    def of(self, group: str) -> dict[str, LazyTensor]:
         """Returns the tensors of a group, such as "model", by their names in it."""
         return {name.name: tensor for name, tensor in self.tensors.items() if name.group == group}
 
     def with_plain_names(self) -> Checkpoint:
-        """Returns the checkpoint with the plain model's names, where they are known.
+        """Returns the checkpoint with the names of the model without the pipeline, if known.
 
-        A tensor of the optimizer gets the plain name of its parameter.
+        A tensor of the optimizer is named after its parameter.
         """
-        plain_names = dict(zip(self.tensors_of(MODEL), self.plain_order))
+        plain_names = dict(zip(self.of(MODEL), self.plain_order))
 
         def plain_name(name: TensorName) -> TensorName:
             parameter, slash, kind = name.name.partition("/")

@@ -73,7 +73,7 @@ _log = logger(__name__)
 
 
 def read_step(path: Path, step: int | None = None) -> Checkpoint:
-    """Reads a step of a run of fleetpipe. Compares checksums first.
+    """Reads a step of a run of fleetpipe, after a comparison of all checksums.
 
     Args:
         path: The folder of a run, or of a step.
@@ -138,8 +138,8 @@ def write_step(state: Checkpoint, run_directory: Path, step: int) -> None:
     plan = state.plan_of_files()
     text = training_state.to_text({"step": step, **merged})
     texts = {**indexes(plan), training_state.FILE: text}
-    order, versions = (*state.tensors_of(MODEL),), {"fleetpipe": __version__, "paddle": VERSION}
-    kinds = {name.rpartition("/")[2] for name in state.tensors_of(OPTIMIZER)}
+    order, versions = (*state.of(MODEL),), {"fleetpipe": __version__, "paddle": VERSION}
+    kinds = {name.rpartition("/")[2] for name in state.of(OPTIMIZER)}
     # No other format names the optimizer's type: libraries' Trainers use AdamW, if not Momentum.
     optimizer = "Momentum" if kinds == {"velocity_0"} else "AdamW" if kinds else None
     files = described_files(plan, texts)
@@ -161,13 +161,13 @@ class Format(NamedTuple):
     """A format of checkpoints.
 
     Attributes:
-        files: The files by which it is recognized.
+        files: The files by which a folder of this format is recognized.
         is_there: Returns whether a folder has this format.
         read: Reads a folder; raises a ``CheckpointError`` if it is damaged.
         write: Fills an empty folder; raises a ``CheckpointError`` if a tensor cannot be read, and
             an ``OSError`` if a file cannot be written. None: :func:`write_step` adds a step to a
             run.
-        groups: The groups of tensors that it can store.
+        groups: The groups of tensors that the format can store, such as "optimizer".
     """
 
     files: str
@@ -260,7 +260,7 @@ def read_checkpoint(
         step: The step of a run; by default the newest.
 
     Raises:
-        CheckpointError: It is damaged, or has no tensors.
+        CheckpointError: The checkpoint is damaged, or has no tensors.
         ConfigError: The map of names does not fit.
     """
     if source_format == FLEETPIPE:
@@ -297,7 +297,7 @@ def convert(
         source: The folder of a checkpoint, or of a run of fleetpipe.
         target: A folder that does not exist, or the folder of a run, to which a step is added.
         to: The format to write; None: Fleet's for a run of fleetpipe, fleetpipe's for others.
-        source_format: The format to read; None: the one that the folder has.
+        source_format: The format to read; None recognizes it by the files.
         names: The map that renames tensors.
         step: The step of a run to read; for another source the number of the step to write.
 
@@ -340,7 +340,7 @@ def _require_free_target(source: Path, target: Path, write_as: str) -> None:
     Args:
         source: The folder that is read.
         target: The folder that will be written.
-        write_as: The format of the target; only to a run of fleetpipe a step may be added.
+        write_as: The format of the target; if that is fleetpipe's, the target may exist.
     """
     is_empty = target.is_dir() and not any(target.glob("[!.]*"))
     takes_step = write_as == FLEETPIPE and (complete_steps(target) or is_empty)
@@ -366,7 +366,7 @@ def write_parameters(folder: Path, target: Path) -> None:
         CheckpointError: The checkpoint cannot be read.
         OSError: The file cannot be written.
     """
-    model = read_step(folder).tensors_of(MODEL)
+    model = read_step(folder).of(MODEL)
     fleet_files.save(target, {name: paddle_tensor(tensor) for name, tensor in model.items()})
 
 
@@ -432,7 +432,7 @@ def _objects_to_load(objects: Objects, state: Checkpoint) -> Objects:
 
 
 class _ForeignStep:
-    """Lets ``restore_from`` read another program's checkpoint as it reads a step of fleetpipe's.
+    """Another program's checkpoint, with the methods by which ``restore_from`` reads a step.
 
     Such a checkpoint has no checksums.
     """
@@ -442,7 +442,7 @@ class _ForeignStep:
         self._state = state
         entries = {name: Entry("", tensor.described, ()) for name, tensor in state.tensors.items()}
         kind = None
-        if optimizer is not None and state.tensors_of(OPTIMIZER):
+        if optimizer is not None and state.of(OPTIMIZER):
             # No other format names the type of the optimizer that was saved. It counts as that of
             # ``optimizer``: whether the two fit shows in the kinds of their tensors.
             kind = type(unwrap(optimizer)).__name__
@@ -450,7 +450,7 @@ class _ForeignStep:
             step=state.step or 0,
             files={},
             tensors=entries,
-            order=(*state.tensors_of(MODEL),),
+            order=(*state.of(MODEL),),
             optimizer=kind,
             metrics={},
             layout={},

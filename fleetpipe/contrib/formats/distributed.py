@@ -72,7 +72,7 @@ class Copied(NamedTuple):
     Attributes:
         source: The name of the tensor that it is read from.
         taken: The region of the source that is read.
-        put: The region of the new tensor that it becomes.
+        put: The region of the new tensor that the part fills.
         orders: The permutations of axes that are applied, one after another.
         casts: The dtypes that the part is cast to, one after another.
     """
@@ -99,7 +99,7 @@ def metadata_of(tensors: Mapping[str, tuple[str, tuple[int, ...], str]]) -> Any:
     """Returns Paddle's metadata of a checkpoint in which every tensor is whole.
 
     Args:
-        tensors: The dtype, the shape and the file of each, by name.
+        tensors: The dtype, the shape and the file of each tensor, by name.
     """
     classes = _import_flex_checkpoint(_METADATA_MODULE)
     described, files = {}, {}
@@ -124,7 +124,7 @@ def compose(
         The parts of each resulting tensor; and the names that no statement reads.
 
     Raises:
-        ConfigError: This Paddle has no such language, or a statement does not fit the model.
+        ConfigError: This Paddle has no ``aoa_config``, or a statement does not fit the model.
     """
     described = _import_flex_checkpoint("dcp.sharded_weight").ShardedWeightDesc
     shards = {}
@@ -175,10 +175,10 @@ def compose(
 def _copied_part(
     source: str, taken: Sequence[slice], put: Sequence[slice], steps: Sequence[str] | None
 ) -> Copied:
-    """Returns a part as Paddle's engine describes it.
+    """Returns a :class:`Copied` from the description by Paddle's engine.
 
     Args:
-        source: The word of the source in Paddle's language.
+        source: The name of the source, as Paddle's engine writes it.
         taken: The region of the source.
         put: The region of the new tensor.
         steps: Permutations, such as ``"[1, 0]"``, and dtypes, as text; None for none.
@@ -268,7 +268,7 @@ def _tensor_name(name: str, tensors: Mapping[str, LazyTensor]) -> TensorName:
     """Returns the group and name that a tensor of a single folder has in a ``Checkpoint``.
 
     Args:
-        name: The name in the folder. That of an optimizer's tensor begins with its parameter's.
+        name: The name in the folder; the name of an optimizer's tensor begins with the parameter's.
         tensors: All tensors of the folder.
     """
     parameter, _, kind = name.rpartition(".")
@@ -389,7 +389,7 @@ def _form_whole_tensor(parts: Iterable[_StoredPart], shape: tuple[int, ...]) -> 
 
 
 def _position_of(record: PickledObject) -> tuple[tuple[int, ...], tuple[int, int] | None]:
-    """Returns the begin of the part that a record describes, and its range if it is flat."""
+    """Returns the begin, on each axis, of a record's part; and its range if it is flat."""
     flat = record.fields.get("flattened_range")
     return tuple(record.fields["global_offset"]), None if flat is None else (flat[0], flat[1])
 
@@ -416,7 +416,7 @@ def write_formers(state: Checkpoint, folder: Path) -> None:
         (folder / name).mkdir()
         of_group = {
             _distributed_name(TensorName(group, n)): tensor
-            for n, tensor in state.tensors_of(group).items()
+            for n, tensor in state.of(group).items()
         }
         _write_shards(of_group, folder / name)
     write_scheduler_and_files(state, folder)

@@ -98,7 +98,7 @@ def write_layer_files(state: Checkpoint, folder: Path) -> None:
         OSError: A file cannot be written.
     """
     layers: dict[int, dict[str, LazyTensor]] = {}
-    for name, tensor in state.tensors_of(MODEL).items():
+    for name, tensor in state.of(MODEL).items():
         match = _LAYER_NAME.fullmatch(name)
         if match is None:
             raise CheckpointError(
@@ -116,7 +116,7 @@ def read_state_file(folder: Path) -> Checkpoint:
     """Reads the names and shapes of the tensors in PaddleNLP's state file.
 
     Raises:
-        CheckpointError: It cannot be read.
+        CheckpointError: The file cannot be read.
     """
     return replace(read_state_dict(folder / STATE_FILE), files=other_files(folder, STATE_FILE))
 
@@ -125,7 +125,7 @@ def read_state_dict(path: Path) -> Checkpoint:
     """Reads the names and shapes in any file into which ``paddle.save`` wrote a state dict.
 
     Raises:
-        CheckpointError: It cannot be read, or has values that are no tensors.
+        CheckpointError: The file cannot be read, or has values that are no tensors.
     """
     contents = fleet_files.load_mapped(path)
     foreign = [str(name) for name, value in contents.items() if not isinstance(value, np.ndarray)]
@@ -141,7 +141,7 @@ def read_state_dict(path: Path) -> Checkpoint:
 
 def write_state_file(state: Checkpoint, folder: Path) -> None:
     """Writes PaddleNLP's state file, and copies the JSON files of the source."""
-    tensors = {name: paddle_tensor(tensor) for name, tensor in state.tensors_of(MODEL).items()}
+    tensors = {name: paddle_tensor(tensor) for name, tensor in state.of(MODEL).items()}
     fleet_files.save(folder / STATE_FILE, tensors)
     for file in state.files:
         if file.suffix == ".json":
@@ -191,8 +191,8 @@ def read_unified(folder: Path) -> Checkpoint:
 def _names_if_sorted(contents: Mapping[TensorName, LazyTensor]) -> tuple[str, ...]:
     """Returns a checkpoint's ``plain_order``: the model's names if they are sorted, else nothing.
 
-    Libraries sort them by name, or by the size of an element and name. Sorted names say nothing of
-    the order of the layers.
+    Libraries sort names alphabetically, or by the size of an element first. Sorted names say
+    nothing of the order of the layers.
     """
     model = {
         name.name: -tensor.described.itemsize
@@ -207,7 +207,7 @@ def read_huggingface(folder: Path) -> Checkpoint:
     """Reads the indices and headers of the model's files; leaves out an optimizer.
 
     Raises:
-        CheckpointError: An error of :func:`read_unified`.
+        CheckpointError: A file is damaged, or files contradict each other.
     """
     tensors_by_name = _read_group(folder, MODEL)
     contents = {TensorName(MODEL, name): tensor for name, tensor in tensors_by_name.items()}
@@ -309,6 +309,6 @@ def _write_safetensors(state: Checkpoint, folder: Path, made_by: str) -> None:
                     tensors.write(file, stored, None, memory_of(array))
     for name, text in indexes(plan).items():
         index = json.loads(text)
-        order = [n for n in state.tensors_of(name.removesuffix(_INDEX)) if n in index["weight_map"]]
+        order = [n for n in state.of(name.removesuffix(_INDEX)) if n in index["weight_map"]]
         index["weight_map"] = {n: index["weight_map"][n] for n in order}
         (folder / name).write_text(json.dumps(index, indent=1), encoding="utf-8")

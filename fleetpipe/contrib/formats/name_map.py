@@ -49,7 +49,7 @@ _NAN_BITS = 0x7FFF
 
 @dataclass(frozen=True)
 class NameMap:
-    """The statements of a map of names.
+    """A map of names: statements of Paddle's ``aoa_config``, which rename, split and join tensors.
 
     Attributes:
         aoa_statements: Statements whose tensors must all exist.
@@ -95,7 +95,7 @@ def rename(state: Checkpoint, names: NameMap) -> Checkpoint:
         CheckpointError: The checkpoint has tensors that the map does not cover, or lacks some.
         ConfigError: A statement does not fit.
     """
-    model = state.tensors_of(MODEL)
+    model = state.of(MODEL)
     shapes = {name: tensor.described for name, tensor in model.items()}
     outputs, unread = compose(_statements_to_use(names, model), names.reverse, shapes)
     if unread:
@@ -123,18 +123,18 @@ def rename(state: Checkpoint, names: NameMap) -> Checkpoint:
 
 
 def _optimizer_tensors(state: Checkpoint) -> list[tuple[str, str, dict[str, LazyTensor]]]:
-    """Returns the tensors that go with parameters: the optimizer's, and the master weights.
+    """Returns the tensors that belong to parameters: optimizer state and master weights.
 
     Returns:
         For each kind its group, the kind's name ("" for master weights), and the tensors by the
         name of their parameter.
     """
     kinds: dict[str, dict[str, LazyTensor]] = {}
-    for name, tensor in state.tensors_of(OPTIMIZER).items():
+    for name, tensor in state.of(OPTIMIZER).items():
         parameter, _, kind = name.rpartition("/")
         kinds.setdefault(kind, {})[parameter] = tensor
     of_optimizer = [(OPTIMIZER, kind, sources) for kind, sources in kinds.items()]
-    return [*of_optimizer, (MASTER_WEIGHTS, "", state.tensors_of(MASTER_WEIGHTS))]
+    return [*of_optimizer, (MASTER_WEIGHTS, "", state.of(MASTER_WEIGHTS))]
 
 
 def _statements_to_use(names: NameMap, model: Mapping[str, LazyTensor]) -> list[str]:
@@ -246,7 +246,7 @@ def _joined_tensor(parts: Sequence[Copied], sources: Mapping[str, LazyTensor]) -
 
     Args:
         parts: The parts: of which tensor, the region there, and the region in the new tensor.
-        sources: The tensors of which they are parts, by name.
+        sources: The tensors from which the parts come, by name.
     """
     described = _describe_joined(parts, sources)
 
@@ -331,11 +331,11 @@ def _cast(values: np.ndarray, source: str, target: str) -> np.ndarray:
     """Casts an array, rounded to the nearest, ties to even.
 
     The results have the bits of ``paddle.cast``, except that numbers between 1.6e-27 and 6.7e-24
-    become 0 in float16, for which it is wrong.
+    become 0 in float16, which ``paddle.cast`` gets wrong.
 
     Args:
         values: The bits of the numbers, as unsigned integers of the same size.
-        source: Their dtype: float32, float16 or bfloat16.
+        source: The dtype of the numbers: float32, float16 or bfloat16.
         target: The new dtype.
 
     Returns:
