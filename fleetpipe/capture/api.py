@@ -78,11 +78,11 @@ def pipeline(
             that the model returns.
         split_spec: ``"auto"``: the cut whose slowest stage is fastest, by the nodes' costs.
             ``["layer2", "layer3"]``: stages that begin with these sublayers. ``{"layer3":
-            SplitPoint.END}``: before or after them. ``"llama.layers"``: the sublayers of that one,
-            shared evenly. ``{"layer1": 0, "layer2": 1}``: the stage of each; other sublayers are in
-            the stage of the sublayer that runs before them. None: ``sublayer.pipeline_stage = k``,
-            or calls of :func:`fleetpipe.pipe_split`. A plan of :func:`fleetpipe.plan`: its cut,
-            chunks, schedule and recompute.
+            SplitPoint.END}``: before or after them. ``"llama.layers"``: the sublayers of this
+            sublayer, shared evenly among the stages. ``{"layer1": 0, "layer2": 1}``: the stage of
+            each; other sublayers are in the stage of the sublayer that runs before them. None:
+            ``sublayer.pipeline_stage = k``, or calls of :func:`fleetpipe.pipe_split`. A plan of
+            :func:`fleetpipe.plan`: its cut, chunks, schedule and recompute.
         num_stages: Ranks of the pipeline; in a job it is its ``pp_degree``, and may be left out.
         num_chunks: Chunks on each rank; 1 leaves it to the schedule.
         no_split: Classes of layers, or their names, that are never cut within.
@@ -93,7 +93,7 @@ def pipeline(
             stages. ``"first"``: the first two batches are trained beside the untouched model as
             well, with the real data, loss and optimizer, on every rank that has the memory for it
             (and under ``LazyGuard`` as above); a difference ends the job before the parameters
-            change. False: neither.
+            change. False: neither of the two.
         vocabulary_head: The name of the ``nn.Linear`` whose logits are the model's only output:
             each rank gets a part of it, which replaces it in the model, and the loss is a
             :class:`fleetpipe.dygraph.VocabularyLoss`. ``verify`` compares the input of the
@@ -103,8 +103,8 @@ def pipeline(
         memory_cap: With "auto", the bytes that a stage may have, as a number or as ``"2GiB"``.
         memory_limit: Former name of ``memory_cap``.
         shape_inputs: The keys, or indices in a tuple, of inputs of few whole numbers that the
-            forward may read, as the sizes of images. A batch with other numbers in these inputs is
-            captured anew.
+            forward may read, such as the sizes of images. A batch with other numbers in these
+            inputs is captured anew.
 
     Returns:
         A ``PipelineLayer`` for ``fleet.distributed_model``, whose parameters and buffers have the

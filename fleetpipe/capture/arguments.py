@@ -51,7 +51,7 @@ def ranks_for_stages(borders: Sequence[Border], ranks: int | None, chunks: int) 
         chunks: Chunks on each rank.
 
     Raises:
-        ConfigError: Ranks times chunks is another number.
+        ConfigError: Ranks times chunks is not the number of stages.
     """
     stages = len(borders) + 1
     if stages % chunks or ranks not in (None, stages // chunks):
@@ -118,7 +118,7 @@ def require_whole(example: Inputs, shape_inputs: Sequence[str | int]) -> None:
 
 
 def resolve_no_split(model: Layer, no_split: Sequence[type | str]) -> list[type]:
-    """Returns the classes of layers in ``no_split``, in which names of classes may stand for them.
+    """Returns the classes of layers that ``no_split`` lists, themselves or by name.
 
     A name is looked up among the classes of the model's sublayers.
 

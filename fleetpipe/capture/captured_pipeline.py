@@ -52,10 +52,10 @@ from fleetpipe.schedules import Edge
 
 
 class OwnedNodes(OwnedStages):
-    """Runs the stages of this process, by the captured run with each micro-batch's signature.
+    """Runs this process's stages, for each micro-batch by the captured run of its signature.
 
     Attributes:
-        borders: Runs the stages, and moves values between them.
+        borders: The :class:`CapturedStages`, which runs the stages and moves values between them.
     """
 
     borders: CapturedStages
@@ -76,8 +76,9 @@ class OwnedNodes(OwnedStages):
             stages: Runs the stages of the whole model.
             partition: The cut of the run of the example into stages.
             owned: The numbers of the stages that this process owns.
-            functions: The functions of the entries of these stages, by the number of the entry.
-            uses: Returns the parameters and buffers of each entry of the whole model.
+            functions: The functions of these stages, by number: 0 takes the model's inputs, then
+                one for each node, then one for the outputs.
+            uses: Returns, for each function of the whole model, its parameters and buffers.
         """
         self._captures, self.borders, self._tensors_of_entries = captures, stages, uses
         self._partition, self.owned, self.functions = partition, owned, functions
@@ -96,7 +97,7 @@ class OwnedNodes(OwnedStages):
         return self.borders.function(stage)
 
     def layers(self, stage: int) -> Mapping[int, Callable[..., Nest]]:
-        """Returns the layers that are nodes of a stage, by the number of their first entry."""
+        """Returns the layers that a stage calls, by the number of the function that first does."""
         # The stages after the captured ones are the parts of a vocabulary head.
         if stage >= self._captures.stages:
             return super().layers(stage)
@@ -110,7 +111,7 @@ class OwnedNodes(OwnedStages):
             value: The value that the stage receives; stage 0 receives the inputs of the model.
 
         Returns:
-            The functions, by the number of their entry, and the input of the first function.
+            The functions, by number in the whole model, and the input of the first function.
 
         Raises:
             ConfigError: The forward makes other calls for this micro-batch than for the example.
@@ -129,15 +130,15 @@ class OwnedNodes(OwnedStages):
         return {n: staged.functions[n] for n in self._partition.range_of(stage)}, value
 
     def tensors(self) -> dict[int, list[Tensor]]:
-        """Returns the parameters and buffers of each entry of this process, by its number.
+        """Returns the parameters and buffers with memory here that each function uses, by number.
 
-        Tensors that no node uses in training belong to the entry of the inputs.
+        Tensors that no node uses in training belong to function 0, which takes the inputs.
         """
         tensors = self._tensors_of_entries()
         return {n: [tensor for tensor in tensors[n] if has_memory(tensor)] for n in self.functions}
 
     def begin_uses(self, of_losses: Sequence[Tensor], shared: Collection[Tensor]) -> Uses:
-        """Returns a record of the uses of each parameter of these stages in the coming batch.
+        """Returns an object that tracks each use of these stages' parameters in the coming batch.
 
         The arguments are those of :meth:`OwnedStages.begin_uses`.
 
@@ -150,16 +151,16 @@ class OwnedNodes(OwnedStages):
         return Uses(self._by_stage(parameters, of_losses), _refuse_second_use, shared)
 
     def cut_places(self) -> tuple[int, ...]:
-        """Returns the numbers of the entries with which a stage after stage 0 may begin."""
+        """Returns the numbers of the functions with which a stage after stage 0 may begin."""
         training, evaluation = (self._captures.of_example(mode).trace for mode in (True, False))
         borders, _ = find_cut_points(training, evaluation)
         return tuple(number + 1 for number in borders)
 
 
 def _refuse_second_use(number: int, parameter: Tensor) -> NoReturn:
-    """Raises ConfigError: two nodes of one stage use ``parameter``, the second in entry ``number``.
+    """Raises ConfigError: function ``number`` is a stage's second one that uses ``parameter``.
 
-    It is called if gradients are summed by trees, which need the gradient of each use by itself.
+    Called if gradients are summed by trees, which need the gradient of each use by itself.
     """
     raise ConfigError(
         "with sums by a tree the uses of a tied weight leave gradients apart, and two nodes of one "
@@ -181,7 +182,7 @@ class CapturedPipeline(PipelineLayer):
         captures: The captured runs of the forward, cut into stages.
         choice: The cut that was chosen by cost; None if the user gave the cut.
         proof: The result of the comparison with the plain model; None if nothing was compared.
-        users: By name, the stages that use a parameter or buffer.
+        users: For each parameter or buffer, by name, the stages that use it.
     """
 
     plain: Layer
@@ -208,7 +209,7 @@ class CapturedPipeline(PipelineLayer):
         shadowed: int = 0,
         head: Head | None = None,
     ) -> None:
-        """Makes a pipeline of this process's stages. Collective if ranks share weights.
+        """Builds the pipeline from captured runs. Collective if ranks share weights.
 
         Args:
             plain: The plain model.
@@ -219,7 +220,8 @@ class CapturedPipeline(PipelineLayer):
             choice: The cut that was chosen by cost; None if the user gave the cut.
             proof: The result of the comparison with the plain model; None without one.
             plan: The plan that the cut comes from; None without a plan.
-            shadowed: How many of the first batches train the plain model too, to compare the two.
+            shadowed: How many of the first batches train the plain model too, to compare it with
+                the stages.
             head: The vocabulary head whose parts are the last stages; None without one.
         """
         # Not by Layer.__setattr__, which would make a sublayer of the model.
@@ -298,7 +300,7 @@ class CapturedPipeline(PipelineLayer):
 
     @property
     def head_names(self) -> Mapping[str, str]:
-        """Paddle's names of the parameters of the Linear that a vocabulary head replaced."""
+        """Paddle's name of each parameter of a head's replaced Linear, by its path in the model."""
         return {} if self._head is None else self._head.counted_names
 
     def train(self, mode: bool = True) -> CapturedPipeline:
@@ -314,7 +316,7 @@ class CapturedPipeline(PipelineLayer):
         return self.train(False)
 
     def begin(self, training: bool) -> None:
-        """Begins a batch: puts the plain model into its mode, and follows changes of the model.
+        """Begins a batch: sets the plain model's mode, and follows changes of the model.
 
         Args:
             training: Whether the batch trains, instead of running forward only.
@@ -324,7 +326,7 @@ class CapturedPipeline(PipelineLayer):
 
     @property
     def with_modes(self) -> Layer:
-        """The plain model: a script switches its layers between training and evaluation."""
+        """The plain model, on whose layers a script sets training or evaluation."""
         return self.plain
 
     def follow(self) -> None:
@@ -386,9 +388,9 @@ class CapturedPipeline(PipelineLayer):
         return graphviz_text(staged.trace, staged.starts)
 
     def companion(self, pipeline: PipelineParallel) -> BatchObserver | None:
-        """Returns an observer that trains the plain model on the pipeline's first batches too.
+        """Returns an observer that trains the plain model too on the pipeline's first batches.
 
-        It compares the two. None is returned if no batch is to be compared.
+        It compares the plain model with the pipeline. Returns None if no batch is to be compared.
 
         Args:
             pipeline: The wrapper of this model.
@@ -404,9 +406,9 @@ class CapturedPipeline(PipelineLayer):
         return PlainCopy(self.plain, capturer.example, capturer.unopened)
 
     def _layer_infos(self) -> list[LayerInfo]:
-        """Returns each entry's name, and the size of its parameters that no earlier entry uses.
+        """Returns each function's name, and how many numbers its trained parameters have.
 
-        The size is the number of elements.
+        Parameters that an earlier function uses do not count.
         """
         return [
             LayerInfo(entry.__name__, sum(math.prod(t.shape) for t in new if not t.stop_gradient))
@@ -414,9 +416,9 @@ class CapturedPipeline(PipelineLayer):
         ]
 
     def _tensors_of_entries(self) -> list[list[Tensor]]:
-        """Returns the parameters and buffers that each entry uses.
+        """Returns, for each function of the whole model, the parameters and buffers that it uses.
 
-        Those that no entry uses count as used by the first entry.
+        Those that no function uses count as used by the first one, which takes the inputs.
         """
         nodes = self.captures.of_example(training=True).trace.nodes
         uses = [tensors_used_by(node) for node in nodes]
@@ -428,7 +430,7 @@ class CapturedPipeline(PipelineLayer):
         return [unused, *uses, [], *of_head, *([[]] if of_head else [])]
 
     def _nodes_of(self, stages: Sequence[int]) -> list[Node]:
-        """Returns the nodes of some stages: in training, then in evaluation, then of the head."""
+        """Returns some stages' nodes: in training, in evaluation, and of a vocabulary head."""
         body, nodes = self.placement.body, list[Node]()
         for training in (True, False):
             staged = self.captures.of_example(training)
@@ -440,7 +442,7 @@ class CapturedPipeline(PipelineLayer):
         return nodes
 
     def forward(self, input: Nest, chunk_id: int | None = None) -> Nest:
-        """Runs the stages of this process in order; see :meth:`PipelineLayer.forward`."""
+        """Runs the stages of this process in order, as :meth:`PipelineLayer.forward` does."""
         self._follow()
         return super().forward(input, chunk_id)
 

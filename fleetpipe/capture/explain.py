@@ -28,12 +28,12 @@ class Explanation:
 
     Attributes:
         trace: The captured forward in training.
-        places: The border before each node with which a stage may begin, by the node's number.
+        places: By the number of a node with which a stage may begin, the border before it.
         refused: The reason why a stage may not begin with a node, by the node's number.
         crossing: For each node the bytes that would cross to a stage that began with it, for one
             micro-batch like the example.
         parameters: For each node the bytes of its parameters and buffers that no earlier node uses.
-        unopened: By its path, the reason why a layer with sublayers is a single node.
+        unopened: By a layer's path, the reason why the layer is one node though it has sublayers.
         costs: The cost of each node; None if nothing was measured.
     """
 

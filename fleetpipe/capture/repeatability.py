@@ -31,7 +31,7 @@ class Variation(NamedTuple):
 
     Attributes:
         shift: The number of rows by which each row moves; None replaces all rows by the first.
-        mixed: The share of the previous row that is mixed into each row of floats, from 0 to 1.
+        mixed: The fraction of the previous row that is mixed into each row of floats, from 0 to 1.
         scale: The factor by which floats are multiplied, at most 1.
     """
 
@@ -84,8 +84,8 @@ def with_another_row(capturer: Capturer) -> Nest | None:
 def vary_numbers(numbers: Any, variation: Variation, rows: int) -> Any:
     """Returns a varied copy of an input's numbers.
 
-    Integers and bools are only moved by rows, and not at all if they are a monotone list, as
-    offsets of sequences are.
+    Rows of integers and bools are only moved, and not even that in a monotone list, such as offsets
+    of sequences.
 
     Args:
         numbers: The NumPy array of the input.
@@ -134,7 +134,7 @@ class _Difference(NamedTuple):
 def require_same_calls(capturer: Capturer) -> None:
     """Runs a model's forward on other numbers, and checks that it makes the same calls.
 
-    A sublayer whose forward makes other calls is not opened any more: it becomes a single node.
+    A sublayer whose forward makes other calls becomes a single node: its calls are not captured.
 
     Raises:
         CaptureError: The model's own forward makes other calls.
@@ -219,7 +219,7 @@ def _find_difference_on_other_numbers(capturer: Capturer) -> _Difference | None:
 
 
 def _capture_varied(capturer: Capturer, change: Variation, training: bool) -> Capture:
-    """Captures the forward on varied numbers; on those of ``ROLLED`` if it fails on the others.
+    """Captures the forward on varied numbers; if it fails, on the milder ones of ``ROLLED``.
 
     Raises:
         CaptureError: The forward cannot be captured, or fails on the numbers of ``ROLLED`` too.
@@ -244,7 +244,7 @@ def _capture_varied(capturer: Capturer, change: Variation, training: bool) -> Ca
 def _nodes_with_other_shapes(first: Capture, second: Capture) -> Iterator[str]:
     """Yields the names of nodes whose outputs have another shape in the second run.
 
-    It ends at the first node at which the two runs make different calls.
+    The iteration ends at the first node at which the runs make different calls.
     """
     for node, node_again in zip(first.nodes, second.nodes):
         if node.function != node_again.function or node.makes != node_again.makes:
@@ -268,7 +268,7 @@ def _find_first_difference(first: Capture, second: Capture) -> _Difference | Non
 
 
 def _describe_difference(first: Node | None, second: Node | None) -> tuple[str, str] | None:
-    """Compares the nodes with the same number of two runs; None is a run without such a node.
+    """Compares two runs' nodes of the same number; None stands for a run without such a node.
 
     Returns:
         A text for each node; None if they make the same call.
@@ -317,7 +317,7 @@ def _are_equal(first: object, second: object) -> bool:
 
 
 def _argument_text(value: object, of_second_run: bool = False) -> str:
-    """Returns an argument in words; that of the second run in words of a difference."""
+    """Returns a text for an argument of a call; for the second run's, words such as "another"."""
     if isinstance(value, paddle.Tensor):
         return f"a constant {list(value.shape)}" + " of other numbers" * of_second_run
     if isinstance(value, Ref):

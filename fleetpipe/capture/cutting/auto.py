@@ -63,13 +63,13 @@ Spans = dict[str, list[Span | None]]
 
 
 def find_spans(traces: Sequence[Capture]) -> Spans:
-    """Returns which nodes use each parameter or buffer that any of the runs writes into.
+    """Returns which nodes use each parameter or buffer into which any captured run writes.
 
-    By name, it is for each run the number of the first and of the last such node.
+    The result has, by name and for each run, the numbers of the first and last such node.
     """
 
     def span(name: str, nodes: Sequence[Node]) -> Span | None:
-        """Returns the span of a parameter or buffer in a run; None if no node uses it."""
+        """Returns the numbers of the first and last of ``nodes`` that use a tensor, or None."""
         users = [number for number, node in enumerate(nodes) if name in node.state]
         return Span(users[0], users[-1]) if users else None
 
@@ -104,7 +104,7 @@ def require_one_stage(runs: Sequence[tuple[Capture, Sequence[int]]]) -> None:
             stage after stage 0.
 
     Raises:
-        CaptureError: Two stages do.
+        CaptureError: Two stages use one.
     """
     traces, cuts = zip(*runs)
     written = find_spans(traces)
@@ -135,7 +135,7 @@ def measure_nodes(capturer: Capturer, trace: Capture, places: Iterable[int]) -> 
 
     Args:
         capturer: The model with its example inputs.
-        trace: The run of its forward in training.
+        trace: The captured run of the model's forward in training.
         places: The numbers of the nodes with which a stage may begin, without the first.
 
     Returns:
@@ -157,7 +157,7 @@ def measure_nodes(capturer: Capturer, trace: Capture, places: Iterable[int]) -> 
     )
 
     def run(number: int, value: Nest) -> Nest:
-        """Measures one run of a function, forward and backward, and returns its output."""
+        """Measures one run of function ``number``, forward and backward; returns the output."""
         without_memory = [tensor for tensor in uses[number] if not has_memory(tensor)]
         with lend_zeros(without_memory):
             try:
@@ -305,7 +305,7 @@ def find_cut_points(
 
 
 def _border_before(trace: Capture, number: int) -> Border | None:
-    """Returns the border before a node; None between two operations, since no call names it."""
+    """Returns the border before a node; None between two operations, which no call separates."""
     node, previous = trace.nodes[number], trace.nodes[number - 1]
     if node.is_layer:
         path, call = node.scopes[-1]
@@ -332,7 +332,7 @@ def choose(
             moments and for all forwards in flight under 1F1B; None for no limit.
 
     Raises:
-        PartitionError: There are too few places, or no cut fits into memory.
+        PartitionError: There are too few such nodes, or no cut fits into memory.
     """
     bounds, costs = fastest_cut(profile, stages, memory_cap)
     return Choice(
@@ -354,7 +354,7 @@ def resolve_split_spec(
 
     Args:
         capturer: The model with its example inputs.
-        spec: See :func:`fleetpipe.pipeline`.
+        spec: Any ``split_spec`` of :func:`fleetpipe.pipeline`.
         stages: The number of stages; None if it is unknown.
         memory_cap: With "auto", the bytes that a stage may use.
         head: The names of the layers after the model's nodes: the parts of its vocabulary head, and

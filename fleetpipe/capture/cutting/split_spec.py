@@ -39,7 +39,7 @@ class SplitPoint(Enum):
 def nearest_path(path: str, paths: Collection[str]) -> str:
     """Returns a phrase for an error that names the known paths nearest to a misspelt one.
 
-    If none is near, it names all first components of the known paths.
+    If none is near, the phrase names all first components of the known paths.
     """
     phrase = nearest(path, paths)
     if phrase.startswith("known"):
@@ -127,8 +127,8 @@ def find_starts(
         trace: A run of the forward.
         borders: The borders, in the order of the first run.
         example: The first run in the same mode; None if ``trace`` is the first one. A run for
-            another batch may leave out sublayers, as those for images: the others stay in their
-            stages of the first run, and a stage may have no node.
+            another batch may leave out sublayers, such as those for images: the others stay in
+            their stages of the first run, and a stage may have no node.
 
     Raises:
         ConfigError: The forward does not reach a border, or a stage would be empty.

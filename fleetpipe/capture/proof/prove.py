@@ -129,7 +129,7 @@ def training_difference_error(
 def find_node_using(
     staged: StagedCapture, model: Layer, names: Sequence[str], backwards: bool
 ) -> Node | None:
-    """Returns the first node that uses one of the named parameters or buffers, or is a named layer.
+    """Returns the first node that uses a named parameter or buffer, or calls a named layer.
 
     Args:
         staged: The captured run with the nodes.
@@ -170,7 +170,7 @@ def find_first_differing_node(
 ) -> Node | None:
     """Returns the first node whose captured call returns other values than the plain model's.
 
-    Both run forward in the current mode of the model. Returns None if no node does.
+    Both run forward in the current mode of the model. Returns None if all values are equal.
 
     Args:
         capturer: The model with its example inputs.
@@ -209,8 +209,9 @@ class Proof(NamedTuple):
         buffers: The number of buffers that were compared, running statistics among them.
         rounded: By parameter, the largest rounding difference of its gradient, divided by the
             largest gradient of its layer.
-        summed: The names of values and parameters whose gradients are added up stage by stage.
-        keyed: Whether the model draws random numbers; both then drew the same.
+        summed: The names of values and parameters whose gradients several stages add up, each its
+            own first.
+        keyed: Whether the model draws random numbers; model and stages then drew the same.
         trained: For each step the schedule's name and the number of micro-batches.
         evaluated: The number of rows of each evaluation.
     """
@@ -255,15 +256,17 @@ def prove(capturer: Capturer, captures: StagedCaptures, schedule: Schedule | Non
             with a split backward.
 
     Raises:
-        CaptureError: They differ; the error names the first layer that does, with file and line.
+        CaptureError: Model and stages differ; the error names the first different layer, with file
+            and line.
     """
     model = capturer.model
-    draws_in_python = captures.of_example(training=True).trace.draws
-    args, named = arguments_of(copy_tensors(capturer.example))
-    with undo_training(model), in_mode(model, training=True):
-        before = generator_states()
-        model(*args, **named)
-        keyed = draws_in_python or generator_states() != before
+    keyed = draws_in_python = captures.of_example(training=True).trace.draws
+    if not draws_in_python:
+        args, named = arguments_of(copy_tensors(capturer.example))
+        with undo_training(model), in_mode(model, training=True):
+            before = generator_states()
+            model(*args, **named)
+            keyed = generator_states() != before
 
     def keys_of(step: TrainedStep) -> random_keys.Keys | None:
         return random_keys.Keys(step.seed, draws_in_python) if keyed else None
@@ -304,9 +307,9 @@ def prove(capturer: Capturer, captures: StagedCaptures, schedule: Schedule | Non
 
 
 def _courses_to_try(capturer: Capturer, planned: Sequence[Schedule]) -> Iterator[Course]:
-    """Yields courses on varied numbers and rows, then simpler ones in case the model fails.
+    """Yields trainings on varied numbers and rows, then simpler ones in case the model fails.
 
-    The steps of a course take the ``planned`` schedules in turn.
+    The steps of a training take the ``planned`` schedules in turn.
     """
     trial = Trial(capturer.model)
     example = capturer.example
@@ -323,13 +326,13 @@ def _courses_to_try(capturer: Capturer, planned: Sequence[Schedule]) -> Iterator
 
 
 def _train_plain(plain: PlainTrainer, courses: Iterator[Course]) -> tuple[Digests, Calls]:
-    """Trains the plain model by the first course that does not fail, and restores it.
+    """Trains the plain model by the first training that does not fail, and restores the model.
 
     Returns:
         The digests of the training, and the number of calls of each layer's hooks in it.
 
     Raises:
-        CaptureError: The model fails in all courses.
+        CaptureError: The model fails in all trainings.
     """
     failure = Exception()
     for course in courses:
@@ -369,7 +372,7 @@ def _summarize(
     captures: StagedCaptures,
     keyed: bool,
 ) -> Proof:
-    """Returns the record of a comparison that has passed; see :class:`Proof`."""
+    """Returns the :class:`Proof` that records a comparison that has passed."""
     names = {"output": list[str](), "gradient": list[str](), "state": list[str]()}
     for moment in expected.moments:
         names[moment.quantity] += moment.tensors
@@ -391,7 +394,7 @@ def planned_schedule(
 ) -> Schedule | None:
     """Returns the strategy's schedule for a proof.
 
-    It has ``MOST`` micro-batches if a batch has more, or the least number above that which the
+    Of a batch's micro-batches it takes at most ``MOST``, or the next larger number that the
     schedule allows.
 
     Args:
@@ -426,10 +429,10 @@ def planned_schedule(
 def reordered_sums(captures: StagedCaptures) -> tuple[str, ...]:
     """Returns the names of parameters and values whose gradients the stages sum in another order.
 
-    Each stage adds up its own uses first. The gradient of a parameter depends on that if two stages
-    use it, since its sum continues over all micro-batches; the gradient of a value does so with
-    three uses or more, since the sum of two is the same in any order. A value has the name of the
-    node that makes it.
+    Each stage adds up its own uses first. This changes the gradient of a parameter that two stages
+    use, since its sum continues over all micro-batches; and that of a value with three uses or
+    more, since the sum of two is the same in any order. A value has the name of the node that makes
+    it.
     """
     staged = captures.of_example(training=True)
     names = {id(p): name for name, p in captures.capturer.model.named_parameters()}
@@ -477,7 +480,7 @@ class Trial:
     """Tries inputs on the plain model, to find those that it accepts."""
 
     def __init__(self, model: Layer) -> None:
-        """Stores the model; the first run sets the limit of operations for later ones."""
+        """Stores the model. The first run sets how many operations later runs may make."""
         self._model = model
         self._most = float("inf")
 

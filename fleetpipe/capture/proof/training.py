@@ -107,7 +107,7 @@ class Moment(NamedTuple):
     """The outputs, the gradients or the state of a model at one moment of a training.
 
     Attributes:
-        quantity: Which of them: "output", "gradient" or "state" (parameters and buffers).
+        quantity: What the tensors are: "output", "gradient" or "state" (parameters and buffers).
         step: The number of the step, from 0; for an evaluation the number of steps of the training.
         tensors: The tensors, or their digests, by name. The names of outputs end with the number of
             the micro-batch.
@@ -254,9 +254,9 @@ def run_course(
 
 
 def _update(step: TrainedStep, parameters: Sequence[Tensor]) -> None:
-    """Updates each parameter by an optimizer of its own, and clears its gradient.
+    """Updates each parameter by a separate optimizer, and clears the parameter's gradient.
 
-    So memory holds the optimizer's state of only one parameter.
+    Thus memory holds the optimizer state of only one parameter at a time.
     """
     # Paddle counts the names of optimizers' states: the user's optimizers keep their numbers.
     with paddle.utils.unique_name.guard():
@@ -413,7 +413,7 @@ class Digests:
     def moved_gradients(self, step: int, start: State) -> State:
         """Returns the gradients of a step that starts from slightly other parameters.
 
-        Each is moved by a unit in the last place of its dtype from its value in ``start``.
+        Each parameter's number differs from ``start`` by a unit in the last place.
         """
         train = functools.partial(self._plain.train, self.course.steps[step])
         gradients = functools.partial(gradients_of, self._model)
@@ -423,13 +423,13 @@ class Digests:
 def moved_gradients(
     model: Layer, start: State, train: Callable[[], object], gradients: Callable[[], State]
 ) -> State:
-    """Returns the gradients of a model whose parameters are moved by a unit in the last place.
+    """Returns gradients from parameters of which each number is changed in its last place.
 
-    They show how large the effect of rounding on the gradients is.
+    Their differences show how large the effect of rounding on the gradients is.
 
     Args:
         model: The model; its state and gradients are restored afterwards.
-        start: The state from which the parameters are moved.
+        start: The state whose parameters are changed.
         train: Runs the model forward and backward.
         gradients: Returns the gradients after that, by name.
     """
@@ -443,7 +443,7 @@ def moved_gradients(
 def temporary_state(model: Layer, start: State) -> Iterator[None]:
     """Gives a model the state ``start`` while this context is open, then restores its own state.
 
-    Gradients are cleared meanwhile, and restored as copies. Calls of hooks are not counted.
+    Gradients are cleared in the context, and restored as copies. Calls of hooks do not count.
     """
     # Copies, since clearing a gradient empties its tensor.
     gradients = [(p, copy_of(p.grad)) for p in model.parameters() if p.grad is not None]
@@ -460,7 +460,7 @@ def temporary_state(model: Layer, start: State) -> Iterator[None]:
 
 
 class Comparison:
-    """Compares a second training, that of the stages, with the first, moment by moment.
+    """Compares the training of the stages with the plain model's before it, moment by moment.
 
     Attributes:
         rounded: By parameter, the largest rounding difference of its gradient, divided by the
@@ -485,7 +485,7 @@ class Comparison:
         self._gradient_gaps: dict[str, float] = {}
 
     def differences(self, moment: Moment) -> list[str]:
-        """Compares the next moment with that of the first training.
+        """Compares the next moment with the same moment of the first training.
 
         If the state after a step differs, the model gets the state of the first training.
 

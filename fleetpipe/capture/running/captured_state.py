@@ -54,7 +54,7 @@ def without_memory(model: Layer) -> dict[str, Tensor]:
 
 @contextmanager
 def lend_zeros(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Gives those of the tensors that have no memory zeros while this context is open.
+    """Fills tensors that have no memory with zeros while this context is open.
 
     The cuDNN buffer of an LSTM is left out: on a CPU it never has memory, and fails with zeros.
     """
@@ -163,7 +163,7 @@ class CapturedState(ModelState):
         self._parameters: dict[str, Tensor] = {}
 
     def keep_parameters(self) -> None:
-        """Stores the parameters of now, which states have even if a script replaces one later."""
+        """Stores the current parameters: states have these, even if a script replaces one later."""
         self._parameters = {n: t for n, t in super()._named_tensors() if is_parameter(t)}
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -188,7 +188,7 @@ class CapturedState(ModelState):
 
     @property
     def adds_up_uses(self) -> bool:
-        """Whether several stages use one weight, so that its gradient is added up by stage."""
+        """Whether several stages use one weight, whose gradient each stage first sums by itself."""
         return any(len(users) > 1 for users in self._stages.values())
 
     def has_several_calls(self, name: str) -> bool:
@@ -208,7 +208,7 @@ class CapturedState(ModelState):
         return {slot.name: position for position, slot in enumerate(self._slots)}
 
     def outlines(self) -> list[str]:
-        """Returns texts by which ranks compare models: names and shapes of tensors, and nodes."""
+        """Returns the tensors' names and shapes and the nodes, as texts that ranks compare."""
         return [*(f"{slot.name}{list(slot.shape)}" for slot in self._slots), *self._nodes]
 
     def _qualified_name(self, name: str) -> str:
@@ -254,10 +254,10 @@ def extract_used_layers(model: Layer, nodes: Sequence[Node], more: Collection[in
 
 
 def _extract_part(layer: Layer, layers: set[int], tensors: set[int]) -> Layer:
-    """Returns a Layer with those sublayers and tensors of ``layer`` that nodes use.
+    """Returns a Layer with the sublayers and tensors of ``layer`` that nodes use.
 
-    The nodes call the layers, and take the tensors, that have the given ids. If they use all
-    that ``layer`` has, it is returned itself.
+    The nodes call the layers, and take the tensors, that have the given ids. If the nodes use all
+    that ``layer`` has, the result is ``layer``.
     """
     part = paddle.nn.Layer()
     uses_all = True

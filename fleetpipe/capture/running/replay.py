@@ -31,15 +31,16 @@ SIGNATURE, FIRST_BATCH = "signature", "first batch"
 
 
 def value_name(value: ValueId) -> str:
-    """Returns the name of a value in the dicts that entries hand on, and on edges."""
+    """Returns the name of a value in the dicts that a stage's functions, and stages, pass on."""
     return f"v{value}"
 
 
 def entry_functions(trace: Capture, signature: Signature) -> list[Callable[[Nest], Nest]]:
     """Returns functions of one argument which, called one after another, repeat a captured run.
 
-    They are those of the inputs, of each node, and of the outputs. The function of a node that
-    calls a layer, or takes parameters of layers, is a ``partial`` with these layers as arguments.
+    The first takes the model's inputs; one for each node follows; the last makes the outputs. The
+    function of a node that calls a layer, or takes parameters of layers, is a ``partial`` with
+    these layers as arguments.
 
     Args:
         trace: The captured run.
@@ -85,9 +86,9 @@ def _needed_after(trace: Capture) -> list[frozenset[str]]:
 
 
 class _NodeFunction:
-    """The entry of a node: repeats its call, and returns the values that later entries need.
+    """Repeats the captured call of a node, and returns the values that later functions need.
 
-    Its last argument is the dict of values; the layers before it are those of a ``partial``.
+    The last argument is the dict of values; the layers before come from a ``partial``.
     """
 
     def __init__(self, node: Node, needed: frozenset[str], modes: Sequence[Mode]) -> None:

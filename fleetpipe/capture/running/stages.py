@@ -93,7 +93,7 @@ class CapturedStages:
     def split(self, stage: int, output: Nest, labels: Nest) -> Values:
         """Returns the values on each edge out of a stage, by name, from the output of the stage.
 
-        Each edge also carries the signature of the batch, and once the text of the first batch.
+        Each edge also carries the signature of the batch, and the first time its integers as text.
         """
         signature: Signature = output[SIGNATURE]
         on_every_edge = {SIGNATURE: signature}
@@ -163,7 +163,7 @@ class KeyedNodeFinder(NodeFinder):
     """
 
     def __init__(self, model: Layer, unopened: Unopened, keys: random_keys.Keys | None) -> None:
-        """Prepares one run of the model; see :class:`NodeFinder`."""
+        """Prepares one run of the model, with the arguments of :class:`NodeFinder` and its keys."""
         super().__init__(model, unopened)
         self._keys = keys
         # The first entry of a list of layers takes the inputs.
@@ -180,7 +180,7 @@ class KeyedNodeFinder(NodeFinder):
 class PlainCopy(ModelWithParts):
     """A copy of the plain model, which draws the same random numbers as its pipeline.
 
-    It does so while the random keys of a batch are current: each node has its key.
+    It does so while random keys of a batch are set: they have a key for each node.
     """
 
     def __init__(

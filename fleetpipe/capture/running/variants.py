@@ -72,7 +72,7 @@ _MOST_CAPTURES = 256
 
 
 class SameObject:
-    """A reference to an object; two references are equal if they are to the same object."""
+    """A reference to an object, equal to other references to the same object only."""
 
     __slots__ = ("value",)
 
@@ -88,9 +88,9 @@ class SameObject:
 
 
 def mark_attributes(model: Layer, opens: Callable[[str, Layer], bool]) -> Marks:
-    """Returns by name, for each attribute on which a model's forward depends, a value to compare.
+    """Returns by name, for each attribute on which a model's forward depends, a mark to compare.
 
-    The values of two calls are equal as long as the attribute is unchanged. Only attributes of the
+    Marks from two calls are equal as long as the attribute is unchanged. Only attributes of the
     model and of its opened layers count.
 
     Args:
@@ -120,7 +120,7 @@ def mark_attributes(model: Layer, opens: Callable[[str, Layer], bool]) -> Marks:
 
 
 def tensor_references(model: Layer) -> dict[str, SameObject]:
-    """Returns by name a reference to each parameter and buffer; a replaced one is unequal then."""
+    """Returns by name a reference to each parameter and buffer, to detect that one is replaced."""
     return {
         _join_path(path, name): SameObject(tensor)
         for path, layer in _layers_in("", model)
@@ -162,7 +162,7 @@ def unfitting_change_error(name: str, cause: str) -> CaptureError:
 
 
 def _layers_in(path: str, layer: Layer) -> Iterator[tuple[str, Layer]]:
-    """Yields the path and the layer of a layer and of all layers in it; a shared one repeatedly."""
+    """Yields path and layer, for a layer and all layers in it; for a shared layer each path."""
     yield path, layer
     for name, sublayer in sublayers_in(layer).items():
         if sublayer is not None:
@@ -176,7 +176,7 @@ def _join_path(path: str, name: str) -> str:
 def _mark_value(value: Any, visited: dict[int, object]) -> object:
     """Returns a mark that stays equal while an attribute's value, with all in it, is unchanged.
 
-    ``visited`` has, by id, the values that have a mark already. These are left out, and kept alive.
+    ``visited`` has, by id, the values that have a mark already. They are left out, and kept alive.
     """
     if isinstance(value, _NUMBERS):
         return type(value), value if value == value else "nan"
@@ -199,8 +199,8 @@ def _mark_value(value: Any, visited: dict[int, object]) -> object:
 def _dependencies_of(value: Any) -> Iterator[object]:
     """Yields the objects on which the behaviour of a user's object or function depends.
 
-    For a function they are its defaults and the variables that it reads, for any other object its
-    attributes. Modules, classes, layers and objects of libraries have none here.
+    For a function these are the defaults and the variables that it reads, for any other object the
+    attributes; for modules, classes, layers and objects of libraries nothing.
     """
     if isinstance(value, (functools.partial, MethodType, property, staticmethod, classmethod)):
         yield from (getattr(value, name, None) for name in _FUNCTION_ATTRIBUTES)
@@ -248,9 +248,9 @@ class StagedCapture(NamedTuple):
         return self.trace.nodes[bounds[stage] : bounds[stage + 1]]
 
     def layers(self, stage: int) -> dict[int, Layer]:
-        """Returns the layers that are nodes of a stage, each by the index of its first call.
+        """Returns the layers that a stage calls, each by the index of the function that first does.
 
-        An index is that in :attr:`functions`, of which the first takes the inputs.
+        The index is one in :attr:`functions`, of which the first takes the inputs.
         """
         first = self.starts[stage - 1] if stage else 0
         layers: dict[int, tuple[int, Layer]] = {}
@@ -266,7 +266,8 @@ class StagedCaptures:
     Attributes:
         capturer: Runs the forward.
         example_signature: The signature of the example.
-        users: By name, the stages that have a parameter or buffer; empty before there are stages.
+        users: For each parameter or buffer, by name, the stages that have it; empty before there
+            are stages.
         stages: The number of stages.
     """
 
@@ -308,7 +309,7 @@ class StagedCaptures:
     def detect_change(self) -> str | None:
         """Compares the model's attributes with those of earlier batches, at the begin of a batch.
 
-        So changes of a script to the model take effect: its forward is captured anew.
+        Thus changes of a script to the model take effect: the forward is captured anew.
 
         Returns:
             The name of the first changed value, if the attributes are new; None if they are
@@ -340,11 +341,11 @@ class StagedCaptures:
 
     @property
     def fingerprint_number(self) -> int:
-        """The number of the marks of the model's attributes as they are now."""
+        """The number that stands for the model's present attributes, equal if they are equal."""
         return next(reversed(self._fingerprints))
 
     def _current_marks(self) -> Marks:
-        """Returns the marks of the model's attributes now."""
+        """Returns the marks of the model's attributes, which are equal if the attributes are."""
         return mark_attributes(self.capturer.model, self.capturer.unopened.opens)
 
     def for_batch(self, signature: Signature, training: bool) -> StagedCapture:
@@ -394,10 +395,10 @@ class StagedCaptures:
                     )
 
     def require_same_stages(self, change: str) -> None:
-        """Captures the example anew after the value named ``change`` has changed on the model.
+        """Captures the example anew, after the model's attribute named ``change`` has changed.
 
         Raises:
-            CaptureError: A stage uses a parameter or buffer that it does not have.
+            CaptureError: A stage uses a parameter or buffer that only other stages have.
         """
         begin = time.perf_counter()
         try:
@@ -430,7 +431,7 @@ class StagedCaptures:
         return self._examples[training]
 
     def _key(self, signature: Signature, training: bool) -> _RunKey:
-        """Returns the key of the run for a batch, in the layers' current modes."""
+        """Returns the key in the cache of a batch's run, in the layers' current modes."""
         modes = tuple([layer.training for layer in self._layers])
         # Most models have no such buffers: then there is no call for each micro-batch.
         numbers = (

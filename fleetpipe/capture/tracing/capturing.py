@@ -30,7 +30,7 @@ _log = log.logger(__name__)
 
 
 class FirstBatch(NamedTuple):
-    """The first batch with a signature: each rank captures the forward with its integers.
+    """The first batch of a signature, with whose integers each rank captures the forward.
 
     Attributes:
         text: The signature of the batch with the numbers of its tensors of integers.
@@ -85,7 +85,7 @@ class Capturer:
     def signature_for(self, inputs: Nest) -> Signature:
         """Returns the signature of a batch's inputs, and stores the first batch with it.
 
-        A capture needs its integers where numbers have to fit, as tokens of images fit the patches.
+        A capture takes its integers, as numbers may have to fit: tokens for images, the patches.
         """
         signature = signature_of(inputs, self.shape_inputs)
         if signature != self.example_signature and signature not in self.first_batches:
@@ -100,7 +100,8 @@ class Capturer:
     def __call__(self, signature: Signature, training: bool) -> Capture:
         """Returns the capture for a batch with this signature, in training or in evaluation.
 
-        That of the example is made once for each mode, and anew if :meth:`_validity` changes.
+        The capture of the example is made once for each mode, and anew if :meth:`_validity`
+        changes.
 
         Raises:
             CaptureError: The forward does something that cannot be captured.
@@ -121,7 +122,7 @@ class Capturer:
         self.unopened.forget_decisions()
 
     def _validity(self, trace: Capture) -> object:
-        """Returns a value that changes when a capture of the example may be outdated."""
+        """Returns a value that changes when a capture of the example, ``trace``, is outdated."""
         modes = [layer.training for layer in self.model.sublayers(include_self=True)]
         read_buffers = [ref.tensor for ref in trace.numbers]
         return (
@@ -210,7 +211,7 @@ def switch_mode(model: Layer, training: bool) -> None:
 
 
 def _has_own_switch(model: Layer) -> bool:
-    """Returns whether a layer has a ``train`` or ``eval`` of its own, which may do anything."""
+    """Returns whether a layer's class overrides ``train`` or ``eval``, which may do anything."""
     usual = paddle.nn.Layer
     return any(
         (type(layer).train, type(layer).eval) != (usual.train, usual.eval)

@@ -28,7 +28,7 @@ _Restore = Callable[[], None]
 
 
 class _SavedTensor(NamedTuple):
-    """A parameter or buffer with what it was before a run.
+    """A parameter or buffer, with its memory and settings before a run.
 
     Attributes:
         tensor: The parameter or buffer.
@@ -153,7 +153,7 @@ def python_state_kept(model: Layer) -> Iterator[None]:
 def losses_kept(functions: Iterable[Any]) -> Iterator[None]:
     """Restores the state of loss functions at the end.
 
-    It is the whole state of a loss that is a layer, and the attributes of any other object.
+    Of a loss that is a layer this is its whole state, of any other object the attributes.
     """
     owners = [getattr(function, "__self__", function) for function in functions]
     layers = [owner for owner in owners if isinstance(owner, paddle.nn.Layer)]
@@ -228,7 +228,7 @@ def _restore_function_of(value: Any) -> _Restore | None:
 
 
 def _refill(container: Any, content: Any) -> None:
-    """Gives a container its earlier content, a copy of it, if any item is another object now."""
+    """Puts ``content``, the earlier items, back into a container if any item was replaced."""
     if isinstance(container, dict):
         same = container.keys() == content.keys() and all(
             container[key] is item for key, item in content.items()

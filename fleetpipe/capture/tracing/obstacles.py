@@ -145,7 +145,7 @@ def changes_unseen(name: str) -> Obstacle:
 def require_no_tensor_kept_for_loss(
     model: Layer, losses: Sequence[Any], before: Mapping[int, Tensor]
 ) -> None:
-    """Raises an error if a forward stored a tensor that a loss reads, as an auxiliary loss.
+    """Raises an error if a forward stored a tensor for a loss, such as an auxiliary loss.
 
     Args:
         model: The model.
@@ -170,7 +170,7 @@ def require_no_tensor_kept_for_loss(
 
 
 def require_no_new_parameters(model: Layer, is_known: Callable[[Tensor], object]) -> None:
-    """Raises an error if a forward created parameters, as by building a layer in its first call.
+    """Raises an error if a forward created parameters, such as by building a layer.
 
     Args:
         model: The model, after its forward.
@@ -238,7 +238,8 @@ class RunState:
     ) -> frozenset[str]:
         """Returns the names of the parameters and buffers that a node is about to use.
 
-        They are those of its layer and those among its inputs. Uses through views are recorded.
+        They are those of its layer and those among its inputs. It also notes which of them are used
+        through views.
 
         Args:
             function: The layer or function that the node calls.

@@ -213,8 +213,7 @@ def _add_missing(inputs: Nest, example: Nest) -> Nest:
     ``example`` is the item at the same index or key of the inputs that the model was captured with.
     ``inputs`` may be None, if the batch leaves the item out.
 
-    Raises:
-        CaptureError: As for :func:`add_plain_values`.
+    Raises: CaptureError: As for :func:`add_plain_values`.
     """
     if isinstance(example, PLAIN):
         return example if inputs is None else inputs
@@ -352,7 +351,7 @@ for _function in _READING_FUNCTIONS:
 
 
 def sizes_to_ints(value: Nest) -> Nest:
-    """Returns nested arguments in which each :class:`Size` is replaced by its number, a read."""
+    """Returns nested arguments in which each :class:`Size` is an int; this counts as a read."""
     return map_parts(value, lambda leaf: leaf.value if type(leaf) is Size else leaf)
 
 

@@ -175,7 +175,8 @@ class _Tracer(NodeFinder):
 
         Args:
             inputs: The model's inputs.
-            generators: Python's and NumPy's, to find the lines that draw from them; None for none.
+            generators: The random generators of Python and NumPy, to find lines that draw; None for
+                no search.
 
         Raises:
             CaptureError: The model's own forward does something that cannot be captured.
@@ -358,10 +359,10 @@ class _Tracer(NodeFinder):
         return super().memory(function, args, named)
 
     def shape(self, tensor: Tensor, shape: list[int]) -> list[Any]:
-        """Returns what code gets that reads the shape of a tensor outside of a node.
+        """Returns the shape that the model's code gets when it reads a tensor's.
 
-        That is the shape, with a :class:`Size` in place of each data-dependent size. Code inside of
-        a node gets the shape itself.
+        Outside of a node, a :class:`Size` stands for each data-dependent size; inside of a node it
+        is the shape itself.
 
         Args:
             tensor: The tensor.

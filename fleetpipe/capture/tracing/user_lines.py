@@ -136,8 +136,8 @@ def forward_location(model: Layer) -> str | None:
 class Generators:
     """The random generators of Python's and NumPy's that a model's forward may draw from.
 
-    They are the two global ones, and those in attributes of the model's layers and of the modules
-    that define the layers' classes.
+    These are the two global generators, and those in attributes of the model's layers and of the
+    modules that define the layers' classes.
     """
 
     def __init__(self, model: Layer) -> None:

@@ -54,7 +54,7 @@ _OPENED = (
 
 
 class Ref(NamedTuple):
-    """The placeholder in a node's arguments for a value: an output of a node, or a model input."""
+    """The placeholder, in a node's arguments, for an output of a node or an input of the model."""
 
     value: ValueId
 
@@ -126,7 +126,7 @@ class Mode(NamedTuple):
 
 @dataclass(frozen=True)
 class Node:
-    """A call of a sublayer, or an operation outside of any.
+    """A call of a sublayer, or an operation outside of any such call.
 
     Attributes:
         function: The called layer or function of Paddle's.
@@ -165,7 +165,7 @@ class Node:
 
     @property
     def name(self) -> str:
-        """The node's name in messages: a layer's path; for an operation, its layer and itself."""
+        """The node's name in messages: a layer's path; an operation's layer and its own name."""
         if self.is_layer:
             return str(self.scopes[-1])
         layer = str(self.scopes[-1])
@@ -240,7 +240,7 @@ class Capture:
         switched: The layers that the forward switched between training and evaluation, each with
             the mode in which the forward left it.
         switched_at: File and line of the first such switch.
-        unopened: By its path, why a layer with sublayers is a single node.
+        unopened: By a layer's path, why the layer is one node though it has sublayers.
         left_out: Texts for actions of the forward that no stage repeats, with file and line.
         draws: Whether nodes drew from generators of Python's or NumPy's.
         data_dependent: The numbers of the values whose sizes depend on the numbers in a batch.
@@ -354,7 +354,7 @@ def move_hooks_to_makers(
 class Unopened:
     """Decides which layers are not opened, so that a call of one is a single node.
 
-    It also stores what runs have shown about the model. If a later run shows more, :attr:`changes`
+    It also stores facts that runs of the model have shown. If a run adds a fact, :attr:`changes`
     grows, and the captures of earlier runs are outdated.
 
     Attributes:
@@ -374,7 +374,7 @@ class Unopened:
 
     @property
     def changes(self) -> int:
-        """The number of additions so far; if it has changed, earlier captures may be outdated."""
+        """How many facts were added so far; if it has grown, earlier captures may be outdated."""
         return self._added + len(self.written)
 
     def add(self, layer_class: type, reason: str) -> None:
@@ -585,7 +585,7 @@ class NodeFinder:
     def recompute(self, call: Function, function: Function, args: tuple[Any, ...]) -> Any:
         """Calls a function that the code passes to Paddle's ``recompute``; returns its output.
 
-        It is called directly, as if not recomputed: the pipeline has options of its own for that.
+        The function is called directly, not recomputed: the pipeline has its own options for that.
 
         Args:
             call: Calls ``recompute`` itself, which is left to run inside of a node.
@@ -604,7 +604,7 @@ class NodeFinder:
     def assigned(self, put: Function, layer: Layer, name: str, value: Any) -> None:
         """Sets an attribute of a layer by ``put(layer, name, value)``.
 
-        If a tensor replaces a buffer, a node does so.
+        A tensor that replaces a buffer is assigned by a node.
         """
         before = buffers_in(layer).get(name)
         is_another = isinstance(value, paddle.Tensor) and value is not before
