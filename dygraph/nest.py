@@ -84,7 +84,7 @@ def differentiable(value: Nest, roots: bool = False) -> list[Tensor]:
 
 
 def rebuild(container: Nest, items: Iterable[Nest]) -> Nest:
-    """Returns ``items`` in a container of the class of ``container``: a list or any tuple."""
+    """Returns ``items`` in a container of the class of ``container``, a list or a tuple."""
     kind = type(container)
     return kind(*items) if hasattr(kind, "_fields") else kind(items)
 
@@ -145,7 +145,7 @@ def leaf_like(tensor: Tensor, copied: bool = False) -> Tensor:
 
 
 def leaves_like(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
-    """Returns a :func:`leaf_like` tensor for each of ``tensors``, by the ids of these."""
+    """Returns a :func:`leaf_like` tensor for each of ``tensors``, by the ids of the originals."""
     return {id(tensor): leaf_like(tensor) for tensor in tensors}
 
 

@@ -113,7 +113,7 @@ def draws_nothing(function: Callable[[Nest], Nest]) -> bool:
 
 
 class DrawKinds(NamedTuple):
-    """From which random generators some functions may draw numbers.
+    """Says from which random generators some functions may draw numbers.
 
     Attributes:
         any: Whether they may draw from any generator at all.
@@ -221,7 +221,7 @@ class Keys:
 
     @contextmanager
     def within(self, stream: tuple[int, ...], *functions: Callable[..., Any]) -> Iterator[None]:
-        """A context in which code draws from a stream; then the states from before are restored.
+        """A context in which code draws from a stream; restores the earlier states at its end.
 
         Args:
             stream: The numbers that name the stream.
@@ -242,7 +242,7 @@ class Keys:
         return {id(p): zlib.crc32(name.encode()) for name, p in self.parameters().items()}
 
     def next_stream_in_backward(self) -> tuple[int, ...] | None:
-        """Returns the stream of one more hook or ``PyLayer`` of the call; None between calls."""
+        """Returns a new stream for a hook or ``PyLayer`` of this call; None between calls."""
         if self._call is None:
             return None
         self._streams_in_backward += 1
@@ -279,9 +279,9 @@ class Keys:
             states.put_back()
 
     def suspend(self) -> Callable[[], None]:
-        """Returns a function that undoes later changes of the call, micro-batch and streams.
+        """Returns a function that restores the present call, micro-batch and streams.
 
-        It does not restore the generators.
+        The function does not restore the generators.
         """
         micro_batch, call, count = self.micro_batch, self._call, self._streams_in_backward
         streams, python_states = dict(self._streams), self._python_states
@@ -316,7 +316,7 @@ def draw_keys(mode: str, python: bool = False, part: int = 0, training: bool = T
 
     Args:
         mode: The option ``rng``.
-        python: As for :class:`Keys`.
+        python: Whether to seed Python's and NumPy's own generators for each call, too.
         part: The number of this rank among those that split sequences; each has another seed.
         training: Whether the batch is trained, not evaluated.
     """
@@ -332,9 +332,9 @@ def draw_keys(mode: str, python: bool = False, part: int = 0, training: bool = T
 
 @contextmanager
 def under_keys(keys: Keys | None, group: Group) -> Iterator[None]:
-    """A context in which layers draw by the seeds ``keys``; at the end restores the generators.
+    """A context in which layers draw by the seeds ``keys``; restores the generators at its end.
 
-    Collective.
+    Collective over ``group``.
 
     Args:
         keys: The result of :func:`draw_keys`; None changes nothing.
@@ -425,7 +425,7 @@ def suspend_random_states() -> Callable[[], None]:
 
 @contextmanager
 def random_states_kept() -> Iterator[None]:
-    """At its end, restores the states of all generators and the current call."""
+    """A context that restores the states of all generators, and the current call, at its end."""
     resume = suspend_random_states()
     try:
         yield
@@ -440,7 +440,7 @@ def enter_loss(functions: Sequence[Callable[..., Any]]) -> None:
 
 
 def enter_backward(micro_batch: GlobalMicroBatch) -> None:
-    """Makes hooks on gradients of parameters draw for this micro-batch, whose backward begins."""
+    """Makes hooks on gradients draw numbers for ``micro_batch``, whose backward begins."""
     if (keys := current_keys()) is not None:
         keys.micro_batch = micro_batch
 
@@ -471,7 +471,7 @@ def optimizer_stream(optimizer: Optimizer, stage: int, shard: int) -> AbstractCo
 def alike_in_apply(
     names: Callable[[Layer], str], function: Callable[[Layer], object]
 ) -> Callable[[Layer], None]:
-    """Returns ``function`` so that it draws the same numbers for a layer on any rank.
+    """Returns a wrapper of ``function`` that draws the same numbers for a layer on any rank.
 
     This call draws one number from Paddle's CPU generator.
 
@@ -489,7 +489,7 @@ def alike_in_apply(
 
 
 def keyed_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """Returns a user's hook on a gradient so that it draws from its own stream in a batch.
+    """Returns a wrapper of a user's hook on a gradient, which draws from its own stream in a batch.
 
     The stream of a parameter's hook depends on the parameter's name. The stream of another tensor's
     hook depends on the layer in whose forward the hook is registered.

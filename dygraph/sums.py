@@ -265,7 +265,7 @@ class _StageTrees:
 
 
 def _add_lists(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
-    """Adds each gradient in ``right`` to that at the same index in ``left``; None is none."""
+    """Returns the sums of gradients at the same index of two lists; None counts as zero."""
     for index, (total, gradient) in enumerate(zip(left, right)):
         if total is None:
             left[index] = gradient
@@ -308,7 +308,7 @@ def refuse_beside_trees(
 def refuse_shared_with_losses(
     layers: Mapping[int, Sequence[Tensor]], of_losses: Sequence[Tensor]
 ) -> None:
-    """Refuses a parameter that a layer of the model and a loss use: autograd adds these up.
+    """Refuses a parameter of both a layer and a loss: autograd would add up its gradients.
 
     Args:
         layers: The parameters of each layer of the last stage, by number.
@@ -327,7 +327,7 @@ def refuse_shared_with_losses(
 
 
 def refuse_remaining_gradients(parameters: Iterable[Tensor]) -> None:
-    """Refuses a parameter that still has a gradient: some layer uses it without showing that."""
+    """Refuses a parameter that still has a gradient: a layer uses it that does not list it."""
     for parameter in parameters:
         if gradient_of(parameter) is not None:
             raise ConfigError(

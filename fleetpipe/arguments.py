@@ -139,7 +139,9 @@ def require_folder(name: str, folder: Path | str) -> None:
 
 
 def _write_into(folder: Path) -> None:
-    """Checks that a folder takes files, by a temporary one with data: a full disk takes empty ones.
+    """Checks that files can be written into a folder, by a temporary one with data in it.
+
+    A full disk still takes empty files.
 
     Raises:
         OSError: The folder cannot be written to.

@@ -28,7 +28,7 @@ def replacing(folder: Path) -> Iterator[Path]:
     """Yields an empty folder; the files that the body writes there replace those in ``folder``.
 
     All files are synced, then renamed one right after the other: a kill between two renames leaves
-    new and old files. A process that is killed leaves its draft; the next call removes that.
+    new and old files. A killed process leaves the folder behind; the next call removes it.
 
     Args:
         folder: The folder of the files; it is made if it does not exist.

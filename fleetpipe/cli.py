@@ -147,7 +147,7 @@ def commands(words: Sequence[str] = ()) -> tuple[Command, ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command.
+    """Runs the command that the arguments name; returns the exit code.
 
     Args:
         argv: Arguments without the program's name; None means those of the process.

@@ -101,7 +101,7 @@ def _read_slices(name: str, value: Any) -> int | tuple[int, ...]:
 
 
 def _read_allow(name: str, value: object) -> tuple[str, ...]:
-    """Reads what may pass although no table has it: texts such as ``"optimizer:MySAM"``."""
+    """Reads the names to use although no table has them: texts such as ``"optimizer:MySAM"``."""
     entries = value if isinstance(value, (list, tuple)) else [value]
     for entry in entries:
         border, colon, named = entry.partition(":") if isinstance(entry, str) else ("", "", "")
@@ -130,7 +130,7 @@ def _read_trace(name: str, value: object) -> str:
 
 
 def _read_transport(name: str, value: object) -> str | None:
-    """Reads the way of tensors between ranks, from the strategy or else ``FLEETPIPE_TRANSPORT``."""
+    """Reads how ranks send tensors, from the strategy or else ``FLEETPIPE_TRANSPORT``."""
     value = os.environ.get("FLEETPIPE_TRANSPORT") or None if value is None else value
     return None if value is None else _require_one_of(SOCKETS, PROCESS_GROUP)(name, value)
 
@@ -160,7 +160,7 @@ def _read_costs(name: str, value: object) -> Costs | None:
 
 
 def _read_timeout(name: str, value: Any) -> float:
-    """Reads the most seconds of a wait for another rank; None means those of the environment."""
+    """Reads the limit of a wait for another rank, in seconds; None means the environment's."""
     if value is None:
         return _timeout_from_environment()
     number = isinstance(value, Real) and not isinstance(value, bool)
@@ -397,7 +397,7 @@ def _canonical_schedule(name: str, strategy: Strategy) -> str:
 
 
 def _is_switched_on(strategy: Strategy, name: str) -> bool:
-    """Tells whether a switch of Fleet's ``pp_configs`` is on; no strategy has none on."""
+    """Returns whether a switch of Fleet's ``pp_configs`` is on; False without a strategy."""
     return bool(strategy and getattr(strategy.hybrid_configs["pp_configs"], name, False))
 
 

@@ -58,7 +58,7 @@ class FleetPipeError(Exception):
         super().__init__(self._message())
 
     def add_place(self, place: str) -> None:
-        """Adds a location in front of ``where``, such as the file around it or a rank."""
+        """Adds a location, such as a file or a rank, in front of the error's ``where``."""
         where = self._labelled["where"]
         self._labelled["where"] = f"{place}: {where}" if where else place
         self.args = (self._message(),)
@@ -151,7 +151,7 @@ class PaddleNotFound(FleetPipeError, ImportError):
 def is_permanent(error: BaseException) -> bool:
     """Returns whether every restart of a job would fail with an error again.
 
-    So do errors of the script's text, of the installation and of the script's arguments.
+    That is so for errors in the script's text, the installation and the script's arguments.
     """
     if isinstance(error, FleetPipeError):
         return error.permanent
@@ -181,8 +181,8 @@ def require_whole(
         value: Its value.
         least: The smallest number allowed.
         rule: The rule for the message; by default "a whole number of at least ``least``".
-        where: As for :class:`FleetPipeError`.
-        fix: As for :class:`FleetPipeError`; by default two numbers that will do.
+        where: The place of the error, if there is more to say than the name.
+        fix: The next step for the reader; by default two numbers that will do.
 
     Raises:
         ConfigError: The value is no whole number, or below ``least``.
@@ -195,7 +195,7 @@ def require_whole(
 
 
 def is_whole_number(value: Any, least: int = 1) -> bool:
-    """Returns whether a value is a whole number of at least ``least``; True and 1.0 are none."""
+    """Returns whether a value is an integer of at least ``least``; True and 1.0 are none."""
     return type(value) is not bool and isinstance(value, Integral) and int(value) >= least
 
 

@@ -76,12 +76,12 @@ class _SharedModule(Loader):
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Gives the module its own ``__spec__`` back, which the import has replaced."""
+        """Restores the module's own ``__spec__``, which the import has replaced."""
         module.__spec__ = self._spec
 
 
 def spec_of(alias: str, name: str) -> ModuleSpec | None:
-    """Returns a spec that imports the module ``name`` under the name ``alias``; None without one.
+    """Returns a spec that imports the module ``name`` as ``alias``; None if there is no module.
 
     The finder that returns this spec must stand before the path finder, which would find the
     submodules of a package by its ``__path__`` and load them again.

@@ -79,7 +79,7 @@ class JsonValue:
         self.content, self.source, self.place = content, source, place
 
     def refused(self, expected: str) -> FleetPipeError:
-        """Returns the error of this value, which should be as ``expected`` says."""
+        """Returns the error of this wrong value; ``expected`` says what it should be."""
         return self.source.refused(self.place, expected=expected, got=reprlib.repr(self.content))
 
     def fields(self) -> dict[str, JsonValue]:
@@ -164,7 +164,7 @@ class JsonValue:
         return tuple(item.count() for item in self.items())
 
     def require_names(self, names: Collection[str]) -> None:
-        """Refuses an object with other fields than these, and names the nearest."""
+        """Refuses an object with a field that is not in ``names``; the error names the nearest."""
         for name in self.fields():
             if name not in names:
                 raise self.source.refused(
@@ -247,7 +247,7 @@ def parse_small(text: bytes, deepest: int, most: int, strings: int) -> Any:
         strings: The largest number of strings; a string that ends in a backslash counts half.
 
     Raises:
-        ValueError: The text is no JSON, or larger than that.
+        ValueError: The text is no JSON, or exceeds one of these numbers.
     """
     # A string has two quotes that no backslash precedes.
     if text.count(b'"') - text.count(b'\\"') > 2 * strings:
@@ -277,7 +277,7 @@ def read(
         build: Converts the value of the file; errors that it raises get the path of the file.
 
     Raises:
-        FleetPipeError: The file cannot be read; or as for :func:`parse` and ``build``.
+        FleetPipeError: The file cannot be read or is no JSON; or an error of ``build``.
     """
     toml = str(path).endswith(".toml")
     return read_text(

@@ -70,7 +70,7 @@ def _once_under_lock(log: Callable[..., None], text: str) -> None:
 
 
 class LogObserver(logging.Handler):
-    """Passes records to a function; it is no user's handler, so standard error shows them too."""
+    """Passes log records to a function; standard error shows them too."""
 
     def __init__(self, observe: Callable[[logging.LogRecord], None], level: int) -> None:
         """Creates a handler, to be added to a logger.
@@ -91,7 +91,7 @@ class _StderrHandler(logging.Handler):
     """Writes records to the current ``sys.stderr``, unless a handler of the user's gets them."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes a record, unless the user sees it otherwise."""
+        """Writes a record, unless a handler of the user's gets it."""
         has_users_handler = False
         for handler in _handlers_of(record):
             if handler is self or isinstance(handler, LogObserver):

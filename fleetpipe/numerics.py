@@ -24,7 +24,7 @@ _DETERMINISTIC_FLAGS = {
 
 
 def prepare() -> None:
-    """Sets ``MKL_DEBUG_CPU_TYPE=5`` if the CPU is AMD with AVX2 and the user set nothing.
+    """Sets ``MKL_DEBUG_CPU_TYPE=5``, for speed, on an AMD CPU with AVX2, unless it is set.
 
     ``FLEETPIPE_MKL=0`` turns this off. It has effect after ``import paddle`` too, but not after the
     first product.
@@ -57,7 +57,7 @@ def environment() -> dict[str, str]:
 
 
 def settings() -> dict[str, str]:
-    """Returns what decides the bits of a result here: Paddle's version, device, environment."""
+    """Returns what determines the bits of results: Paddle's version, device, environment."""
     import paddle
 
     device = paddle.device.get_device().split(":")[0]

@@ -209,7 +209,7 @@ def require_cover(boundaries: Sequence[int], count: int, method: str) -> None:
     Args:
         boundaries: First layer of each stage, then the end of the last stage.
         count: Number of layers that the stages must hold, each once and in order.
-        method: How the boundaries were found, for the message.
+        method: The method that made the boundaries, for the message.
     """
     expected = f"numbers that begin with 0, rise strictly and end with {count}, all the layers"
     got = f"boundaries {list(boundaries)} for {count} layers"
@@ -256,8 +256,8 @@ class Bottleneck(NamedTuple):
 def balanced(weights: Sequence[int], parts: int) -> list[int]:
     """Returns the cut whose heaviest stage is as light as possible.
 
-    The module's docstring says which one of several. Takes about ``parts * len(weights) ** 2``
-    steps at worst.
+    Of such cuts it takes the most even one, and of those the one with the latest boundaries. Takes
+    about ``parts * len(weights) ** 2`` steps at worst.
 
     Args:
         weights: Weight of each layer, not negative; a weight of 0 is allowed. Usually numbers of
@@ -375,9 +375,9 @@ def _lowest_cost_cut(
     Args:
         bounds: The layers at which a stage may begin or end, ascending.
         parts: The number of stages.
-        cost: As for :func:`fastest`.
+        cost: Returns the cost of a stage; ``math.inf`` for one that is impossible.
         join: Returns the cost of a stage and those before it, from the two costs: ``max`` or a sum.
-        floor: As for :func:`fastest`.
+        floor: Returns a lower bound of the cost of some layers.
     """
     last = len(bounds) - 1
     # Sums of whole numbers stay exact, however large they are.

@@ -41,7 +41,7 @@ def shows(*names: str, **labelled: str) -> Callable[[Class], Class]:
 
 
 def _in_short(value: object) -> str:
-    """Returns a value as text: in full if that is short, else its beginning, size or type."""
+    """Returns a value as a short text: in full, or else its beginning, size or type."""
     if isinstance(value, float):
         return f"{value:.4g}"
     text = str(value) if isinstance(value, PurePath) else repr(value)

@@ -195,7 +195,7 @@ class ProcessorQueue:
     def seconds(self) -> float:
         """Returns the seconds that the thread has waited since it began.
 
-        They are 0 if they are unknown, or the thread has ended.
+        The result is 0 if the time is unknown, or the thread has ended.
         """
         if sys.platform == "win32" or self._file is None:
             return 0.0
@@ -277,7 +277,7 @@ def open_in_place(path: Path, flags: int) -> int:
 
     Args:
         path: The file.
-        flags: As for ``os.open``. A file that is created has the mode that the umask allows.
+        flags: The flags of ``os.open``. A file that is created has the mode that the umask allows.
 
     Raises:
         OSError: The file cannot be opened, or is a link.

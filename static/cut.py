@@ -41,31 +41,31 @@ class Names:
         self.clip_factor = f"{self._prefix}clip"
 
     def fed(self, name: str) -> str:
-        """Names the variable from which stages read the feed ``name`` of a micro-batch."""
+        """Returns the name of the variable from which stages read the feed ``name``."""
         return f"{self._prefix}fed.{name}"
 
     def incoming(self, stage: int, value: int) -> str:
-        """Names the variable from which ``stage`` reads a value of an earlier stage."""
+        """Returns the name of the variable from which ``stage`` reads value number ``value``."""
         return f"{self._prefix}{stage}.in.{value}"
 
     def outgoing(self, stage: int, value: int) -> str:
-        """Names the variable in which ``stage`` puts a value that it computes."""
+        """Returns the name of the variable in which ``stage`` puts value number ``value``."""
         return f"{self._prefix}{stage}.out.{value}"
 
     def gradient(self, stage: int, value: int, target: int) -> str:
-        """Names the variable of the gradient that ``target`` sends for a value of ``stage``."""
+        """Returns the name of the variable with the gradient that stage ``target`` sends back."""
         return f"{self._prefix}{stage}.grad.{value}.{target}"
 
     def incoming_gradient(self, stage: int, value: int) -> str:
-        """Names the variable in which ``stage`` puts the gradient of an incoming value."""
+        """Returns the name of the variable in which ``stage`` puts an incoming value's gradient."""
         return f"{self._prefix}{stage}.in.{value}.grad"
 
     def accumulator(self, parameter: str) -> str:
-        """Names the variable in which the gradients of a parameter are summed."""
+        """Returns the name of the variable in which a parameter's gradients are summed."""
         return f"{self._prefix}{parameter}.sum"
 
     def waiting(self, stage: int, number: int) -> str:
-        """Names the variable of the ``number``-th result that W of ``stage`` takes from its I.
+        """Returns the name of the variable of result ``number`` that W of ``stage`` takes from I.
 
         A split backward has two actions: I for input gradients, W for gradients of parameters.
         """
@@ -305,7 +305,7 @@ def _count_stages(graph: Graph, stage_of: Sequence[int | None]) -> int:
 def _refuse_changed_elsewhere(graph: Graph, stage_of: Sequence[int | None]) -> None:
     """Refuses a value that one stage changes in place and another uses: its copy would be old.
 
-    It is allowed if the stage computes the value itself and other stages take the final value.
+    That is allowed if the stage computes the value itself and other stages take the final value.
     """
     producers = graph.producers()
     changes = [(writer, value) for writer, values in graph.written.items() for value in values]
@@ -447,10 +447,10 @@ class StageProgram(Protocol):
     def accumulators(self) -> Mapping[str, str]: ...  # noqa: D102
 
     def incoming(self, value: int) -> str:
-        """Names the variable from which the stage reads a value of an earlier stage."""
+        """Returns the name of the variable from which this stage reads an earlier stage's value."""
 
     def outgoing(self, value: int) -> str:
-        """Names the variable in which the stage puts a value that it computes."""
+        """Returns the name of the variable in which this stage puts a value that it computes."""
 
     def cut(self, exports: Iterable[int], kinds: Collection[str]) -> NativePrograms:
         """Returns the programs of the stage's actions.
@@ -524,7 +524,7 @@ class GraphReader(Protocol):
         Args:
             split: The cut.
             stage: The stage to build.
-            loss: The number of the loss as a value.
+            loss: The number of the loss among the program's values.
             weight: The gradient of the loss in each micro-batch.
         """
 
@@ -541,8 +541,7 @@ class GraphReader(Protocol):
             names: The names of the pipeline's variables.
             optimizer: The user's optimizer.
             parameters: The names of the parameters to update.
-            clipped: Those of which the gradient is multiplied by ``names.clip_factor`` before the
-                step.
+            clipped: The names of those whose gradient ``names.clip_factor`` multiplies before it.
         """
 
     def startup(self, program: Program, names: Iterable[str]) -> Program:

@@ -58,7 +58,7 @@ class Operation:
         name: Paddle's name of the operation.
         reads: Numbers of the values that it and its inner blocks take.
         writes: Numbers of the values that it computes.
-        tag: The stage of its guard; None without a guard, :data:`EVERYWHERE` for ``gpu:all``.
+        tag: The stage of its ``device_guard``, :data:`EVERYWHERE` for ``gpu:all``; None without.
         floating: Whether it is a parameter, fed data or a constant, which belongs to no stage: each
             stage that needs it has its own copy.
         line: The line of the user's script that created it; empty if unknown.

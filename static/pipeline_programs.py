@@ -50,7 +50,7 @@ def note_clone(program: Program, clone: Program) -> None:
 
 
 def note_parsed(description: bytes, parsed: Program) -> None:
-    """Marks ``parsed`` as a copy of a pipeline's program if it was parsed from that one's bytes."""
+    """Marks ``parsed`` as a copy if ``description`` has the bytes of a pipeline's program."""
     for program in _main_programs:
         if is_parsed_from(program, description):
             note_clone(program, parsed)
@@ -120,8 +120,8 @@ def refuse_appended(program: Program, pipeline: StaticPipeline) -> None:
 def refuse_foreign(program: Program, scope: Scope) -> None:
     """Refuses a program that takes parameters or statistics which only other ranks have.
 
-    ``Executor.run`` calls it before a program that is no pipeline's runs: a clone for evaluation
-    would change running statistics before it fails.
+    ``Executor.run`` calls this before it runs a program that is no pipeline's: a clone for
+    evaluation would change running statistics before it fails.
 
     Args:
         program: A program that is no pipeline's.

@@ -68,7 +68,9 @@ def full_state_dict(program: Program = None, scope: Scope = None) -> dict[str, n
     pipeline = pipeline_of(program)
     pipeline.job.require_others()
     if pipeline.job.healing is not None:
-        pipeline.job.healing.hinder("the script gathers the state of all stages within its step")
+        pipeline.job.healing.forbid_healing(
+            "the script gathers the state of all stages within its step"
+        )
     with dynamic_mode(), pipeline.job.calling("gathers the state of all stages", replicas=False):
         tensors = {name: paddle.to_tensor(value) for name, value in arrays.items()}
         tensors_by_rank = pipeline.job.group().all_gather(tensors)
@@ -87,8 +89,8 @@ def load_state_dict(
 
     Args:
         state: Arrays or tensors by name.
-        program: As for :func:`state_dict`.
-        scope: As for :func:`state_dict`.
+        program: The program of the pipeline; None for the default main program.
+        scope: The scope of its variables; None for the global scope.
 
     Raises:
         CheckpointError: A name is missing, or a value has another shape or dtype; nothing was
@@ -198,7 +200,7 @@ def save(
     Args:
         prefix: The beginning of the files' paths; each of several ranks adds its number.
         program: The program of the pipeline; None for the default main program.
-        protocol: As for ``paddle.save``.
+        protocol: The version of pickle's format, as for ``paddle.save``.
         describe: Writes the network's files to a path without an extension. The files of parameters
             and optimizer replace those that it writes. All files appear together.
 
@@ -329,7 +331,7 @@ class ProgramParts:
 
     Attributes:
         parts: The parameters and statistics, by fully qualified name.
-        by_order: Whether to match the names of a checkpoint by their order.
+        by_order: Whether to pair the tensors with a checkpoint's by their order, not by name.
         minimized_by: The optimizer of the program's ``minimize``.
     """
 

@@ -261,7 +261,7 @@ def cut(
     Each part of a vocabulary head is a stage of its own, and so is the loss after the head.
 
     Args:
-        layers: The list.
+        layers: The list of layers.
         placement: The rank of each stage.
         method: The option ``seg_method`` of ``PipelineLayer``.
 

@@ -111,8 +111,8 @@ def refuse_layers_on_different_ranks(
     """Refuses layers built by the script that another pipeline of the job has on other ranks.
 
     Args:
-        layers: The number in the list and the rank of each such layer here, by its id.
-        of_other_pipeline: The same for the layers of the other pipeline.
+        layers: The number in this list and the rank of each layer that the script built, by id.
+        of_other_pipeline: The same for the other pipeline's list.
     """
     for layer_id, (number, rank) in layers.items():
         other_number, other_rank = of_other_pipeline.get(layer_id, (number, rank))
@@ -151,7 +151,7 @@ def refuse_unlisted(parameters: Mapping[str, Tensor], of_losses: Sequence[Tensor
 
 
 class _OfAnotherStage:
-    """Replaces a value that another rank's stage has stored; any use of it raises an error."""
+    """Stands for a value that another rank's stage has stored; any use of it raises an error."""
 
     def __init__(self, key: str) -> None:
         """Stores the name of the value for the error."""
@@ -169,7 +169,7 @@ class _StoredValue(NamedTuple):
     Attributes:
         rank: The rank of the stage.
         value: The value.
-        stand_in: The object that stages of other ranks find in its place.
+        stand_in: The object that stages of other ranks get in its place.
     """
 
     rank: int
@@ -200,7 +200,7 @@ class HiddenUses:
         owners: Mapping[int, Collection[int]],
         names: Mapping[int, str],
         rank_of: Callable[[int], int],
-        here: Collection[int],
+        played: Collection[int],
     ) -> None:
         """Searches what the functions of this process can reach.
 
@@ -209,7 +209,7 @@ class HiddenUses:
             owners: For each parameter, by id, the ranks that have a layer with it.
             names: The fully qualified name of each parameter, by its id.
             rank_of: Returns the rank that has a stage.
-            here: The ranks that this process plays.
+            played: The ranks that this process plays.
         """
         self._names, self._rank_of = names, rank_of
         reached = {rank: find_reachable(roots) for rank, roots in functions.items()}
@@ -226,13 +226,13 @@ class HiddenUses:
         #: For each rank, the trained parameters that its stages can reach but may not use.
         self._foreign: dict[int, list[Any]] = {
             rank: [value for value in reached[rank].values() if is_foreign(value, rank)]
-            for rank in {*here} & reached.keys()
+            for rank in {*played} & reached.keys()
         }
         self._hidden_parameters = ExitStack()
         #: The rank whose stage runs; None between batches.
         self._rank: int | None = None
         self._is_first_batch = True
-        self._on_several_ranks = len(here) < len(functions)
+        self._on_several_ranks = len(played) < len(functions)
         by_id = {key: value for values in reached.values() for key, value in values.items()}
         # Values in the cache of a function are allowed: a rank without them calls the function.
         caches = [value for value in by_id.values() if isinstance(value, _CACHE)]
@@ -241,7 +241,7 @@ class HiddenUses:
         self._containers = [
             value
             for key, value in by_id.items()
-            if len(here) > 1 and len(ranks_by_id[key]) > 1 and isinstance(value, _CONTAINERS)
+            if len(played) > 1 and len(ranks_by_id[key]) > 1 and isinstance(value, _CONTAINERS)
             if key not in cached
         ]
         self._before = [dict(_items_of(container)) for container in self._containers]
@@ -278,7 +278,7 @@ class HiddenUses:
             self._is_first_batch = False
 
     def _record_stored_values(self) -> None:
-        """Records values that the last stage has stored where other ranks' functions find them."""
+        """Records values that the stage that ran last stored where other ranks' code can reach."""
         for number, container in enumerate(self._containers):
             before, now = self._before[number], dict(_items_of(container))
             for key, value in now.items():
@@ -299,7 +299,7 @@ class HiddenUses:
 
     @contextmanager
     def refused(self) -> Iterator[None]:
-        """A context in which an error by a use of another rank's value or parameter names that use.
+        """A context whose errors name a use of another rank's value or parameter, if any.
 
         Raises:
             ConfigError: A stage has used a parameter of another rank.

@@ -112,7 +112,7 @@ def modes_in_training_batches(model: Layer) -> list[tuple[str, bool]]:
 
 
 def _forget_evaluation(layers: Iterable[Layer]) -> None:
-    """Removes ``training`` from layers in evaluation mode, to see whether a script sets it."""
+    """Removes ``training`` from layers in evaluation mode, to notice if a script sets it."""
     for layer in layers:
         if not layer.training:
             layer.__dict__.pop("training", None)
@@ -243,7 +243,7 @@ class OwnedStages:
     def _by_stage(
         self, parameters: Mapping[int, Sequence[Tensor]], of_losses: Sequence[Tensor]
     ) -> ParametersByStage:
-        """Returns the parameters of layers by stage; losses are one more layer of the last.
+        """Returns the parameters of layers by stage; the losses count as a layer of the last stage.
 
         Args:
             parameters: The parameters of each layer, by number.

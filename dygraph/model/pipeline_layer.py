@@ -245,7 +245,7 @@ class PipelineLayer(FleetFace):
         self._last_tree, self.version = tree, self.version + 1
 
     def built_layers(self) -> dict[int, tuple[int, int]]:
-        """Returns number and rank of each trained layer that the script has built, by its id."""
+        """Returns (number in the list, rank) of each trained layer that the script built, by id."""
         return {
             id(layer): (number, self.get_stage_from_index(number))
             for number, entry in enumerate(self._layers_desc)
@@ -260,7 +260,7 @@ class PipelineLayer(FleetFace):
         refuse_unlisted(self.state.own_parameters(), self.loss_parameters())
 
     def hidden_uses(self) -> HiddenUses | None:
-        """Returns what finds uses of other ranks' parameters in a batch; None with one stage."""
+        """Returns a finder of uses of other ranks' parameters in a batch; None with one stage."""
         if self._num_stages == 1:
             return None
         last = self.placement.rank_of(self.placement.stages - 1)
@@ -297,7 +297,7 @@ class PipelineLayer(FleetFace):
         The modes that a script has set apply: see :mod:`fleetpipe.dygraph.model.owned_stages`.
 
         Raises:
-            ConfigError: The whole model has forward hooks; or see :meth:`follow`.
+            ConfigError: The whole model has forward hooks, or a layer was removed or changed.
         """
         self.follow()
         refuse_hooks(self)
@@ -436,7 +436,7 @@ class PipelineLayer(FleetFace):
         return single_model(self._layers_desc, self._tied, losses.functions_in(self._loss_fn))
 
     def _layer_files(self) -> LayerFiles:
-        """See :meth:`ModelOnRanks._layer_files`."""
+        """Returns the object that writes and reads the files of this process's layers."""
         files_of_list = pkgutil.resolve_name("fleetpipe.dygraph.state.files:files_of_list")
         files: LayerFiles = files_of_list(
             *(self._layers_desc, self._registered.functions, self._shared_layers),

@@ -291,7 +291,7 @@ class Timer:
         self._started = None
 
     def elapsed(self, reset: bool = True) -> float:
-        """Returns the seconds so far, to restart at 0 if ``reset``; a running timer continues."""
+        """Returns the seconds so far; ``reset`` sets them to 0. A running timer continues."""
         running = self.running
         if running:
             self.stop()
@@ -354,7 +354,7 @@ class TimedActions(BatchObserver):
         self._timers, self._clock = timers, device_clock()
 
     def end(self) -> None:
-        """Called after a batch: logs the times."""
+        """Called after a batch: logs all timers."""
         self._timers.log(self._timers.timers)
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:

@@ -208,7 +208,7 @@ class LayerMeter:
         self.samples[index, self._count].append(sample._replace(output=0, saved=0))
 
     def _new_meter(self, index: int, function: Callable[..., Nest], layer: Functions) -> _Meter:
-        """Returns a meter of a layer or function; the arguments are those of :class:`_Meter`."""
+        """Returns a meter of ``function`` for unit ``index``; ``layer`` is as for ``_Meter``."""
         return _Meter(function, layer, self._measures_split, self._units, index)
 
 
@@ -255,8 +255,8 @@ class _Meter:
         """Runs the layer; returns its detached output, and the cost of a run.
 
         Args:
-            box: A list with the layer's input, to which nothing else refers. It is emptied after
-                the last run, so that the memory that then becomes free can be measured.
+            box: A list with the layer's input, to which nothing else refers. This method empties it
+                after the last run, to measure the memory that becomes free.
             micro_batch: The micro-batch of the input.
         """
 
@@ -371,7 +371,7 @@ class _Meter:
     def _unsaved_bytes(self, run: Callable[[Nest], Nest], value: Nest) -> int:
         """Returns the bytes of the layer's output that its graph does not save for backward.
 
-        The arguments are those of :meth:`_run_full`.
+        ``run`` runs the layer on ``value``, its input.
         """
         with self._unit_again():
             output = run(map_tensors(leaf_like, value))
@@ -449,7 +449,7 @@ def layer_costs(
 
 
 def state_bytes(
-    uses: Iterable[Iterable[Tensor]], names: Mapping[str, Tensor]
+    tensors_of_layers: Iterable[Iterable[Tensor]], names: Mapping[str, Tensor]
 ) -> list[tuple[int, int, int]]:
     """Returns the bytes of the state of each layer.
 
@@ -457,7 +457,7 @@ def state_bytes(
     tensors, and those of the trained tensors that are of experts.
 
     Args:
-        uses: The tensors of each layer; a tensor counts for the first layer that has it.
+        tensors_of_layers: The tensors of each layer; each counts for the first layer with it.
         names: The tensors by fully qualified name.
     """
     is_expert = extra("experts").is_expert
@@ -472,15 +472,15 @@ def state_bytes(
                 if id(tensor) in experts and not tensor.stop_gradient
             ),
         )
-        for tensors in first_uses(uses)
+        for tensors in first_uses(tensors_of_layers)
     ]
 
 
-def first_uses(uses: Iterable[Iterable[Tensor]]) -> list[list[Tensor]]:
+def first_uses(tensors_of_layers: Iterable[Iterable[Tensor]]) -> list[list[Tensor]]:
     """Returns the tensors of each layer, each once, without those that an earlier layer has."""
     seen: set[int] = set()
     new_tensors = []
-    for tensors in uses:
+    for tensors in tensors_of_layers:
         new = {id(tensor): tensor for tensor in tensors if id(tensor) not in seen}
         seen.update(new)
         new_tensors.append(list(new.values()))

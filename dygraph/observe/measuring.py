@@ -63,7 +63,7 @@ class _UsedMemory(NamedTuple):
 
     @classmethod
     def now(cls) -> _UsedMemory:
-        """Returns the bytes that are in use now."""
+        """Returns the bytes that tensors and the process use now."""
         return cls(allocated_bytes(), reserved_bytes())
 
 
@@ -99,7 +99,7 @@ class MemoryMeter:
 
 
 class ActionMeter:
-    """An observer of the engine that adds up the seconds of each work in a batch.
+    """An observer of the engine that adds up the seconds of each kind of work in a batch.
 
     The time of a release counts for the last action of its stage. The time of a receive does not
     include its wait.
@@ -141,7 +141,7 @@ class ActionMeter:
         return Stopwatch(instruction, add, clock)
 
     def end_batch(self, counts: bool) -> None:
-        """Ends a batch, and stores its seconds if ``counts``; a batch to warm up does not count."""
+        """Ends a batch, and stores its seconds if ``counts``, which is False for a warm-up."""
         if counts:
             for work, seconds in self._seconds.items():
                 self._batches[work].append(seconds)
@@ -356,9 +356,9 @@ class Runs:
 
         Args:
             schedule: The schedule.
-            run_of: Runs the layers of a stage; None for the usual way.
+            run_of: Returns what runs the layers of a stage; None to run them as in training.
             observers: The observers of the engine.
-            fast_leaves: As for :meth:`DygraphStage.of`.
+            fast_leaves: Whether layers may have faster forwards with the same bits.
         """
         job = self._job
         stages = self._layers.owned_stages
@@ -377,12 +377,12 @@ def _run_batch(engine: Engine, stage: DygraphStage, batch: Batch, units: Units =
 
 
 def computing_together(job: Job) -> Group:
-    """Returns the ranks that compute a layer together, and so wait for the slowest of them."""
+    """Returns the ranks that compute a layer together, each waiting for the slowest."""
     return job.along(*job.degrees.layer_axes)
 
 
 def clock_for(job: Job) -> Callable[[], float]:
-    """Returns the clock by which actions of stages are timed. Collective over the job.
+    """Returns a clock, in seconds, to time the actions of stages. Collective over the job.
 
     If a host has fewer processors than ranks, the clock is the thread's processor time, because
     elapsed time would include waits for a processor.

@@ -313,8 +313,7 @@ def _unpack_squares(fields: str, values: Tensor) -> list[_Square]:
 def _add_up_shards(squares: Sequence[_Square], axis: str, members: Group) -> list[_Square]:
     """Returns the squares of full tensors, from those of their shards along an axis. Collective.
 
-    Squares of parameters that are not cut along it are equal on the members: the first member's are
-    returned.
+    Squares of parameters that are not cut along the axis are equal on the members: one is returned.
 
     Args:
         squares: The squares of this rank.

@@ -107,7 +107,7 @@ def _empty_group(key: GroupKey) -> dict[str, Any]:
 
 
 def text_of(value: object) -> str:
-    """Returns an option or a clip as text: its ``str``, or its class if that says nothing."""
+    """Returns an option or a clip as text: its ``str``, or its class if that has an address."""
     try:
         text = str(value)
     except NotImplementedError:
@@ -519,7 +519,7 @@ def _require_no_foreign(layers: Layer, optimized: Sequence[Tensor]) -> None:
 def _has_parameters_of(layers: Layer | None, optimized: Sequence[Tensor]) -> bool | None:
     """Whether an optimizer of some parameters has one of this rank's stages of a model.
 
-    None if it need not have any, since all of them are frozen; True if there is no model.
+    The result is None if all parameters of these stages are frozen, True if there is no model.
     """
     if layers is None:
         return True

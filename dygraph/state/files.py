@@ -166,8 +166,8 @@ def _files_of(layer_file: LayerFile, names: list[str], folder: Path) -> list[str
     """Returns the names of the files of a layer, one for each mp shard, in order.
 
     Args:
-        layer_file: The name under which this process would write the layer. Its number must be
-            equal, but it may have been saved in another chunk.
+        layer_file: The name under which this process would write the layer. A saved file has the
+            same number, but may be of another chunk.
         names: The names of all files of the save.
         folder: The folder, for messages.
 
@@ -313,7 +313,7 @@ class LayerFiles:
         return self._job.leads("pp", "mp")
 
     def _writer(self, number: int) -> Writer:
-        """Returns this process's number among the writers of save ``number``, without messages."""
+        """Returns this process's number among the writers of save ``number``; sends no messages."""
         if self._job is None:
             return Writer(uuid.uuid4().hex, 0, 1)
         mp_rank, mp_size = self._mp_rank_and_size()

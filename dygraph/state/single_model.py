@@ -97,7 +97,7 @@ class SingleModel(ModelWithParts):
     def begin_uses(self) -> Uses:
         """Gives each use of a parameter by a layer a gradient of its own; returns the uses.
 
-        It ends when :meth:`Uses.end` of the result is called.
+        That ends when :meth:`Uses.end` of the result is called.
         """
         parameters = {n: parameters_of(function) for n, function in enumerate(self._functions)}
         self._uses = Uses({0: parameters}, lambda n, p: find_in_layers(self._functions[n], p), [])
@@ -144,5 +144,5 @@ def single_model(
 def _call_after(
     change: Callable[[Nest], Nest], function: Callable[[Nest], Nest]
 ) -> Callable[[Nest], Nest]:
-    """Returns ``function(change(value))`` as a function of ``value``."""
+    """Returns a function that calls ``function`` with ``change(value)``."""
     return lambda value: function(change(value))

@@ -78,7 +78,7 @@ def refuse_sparse(
 
 
 def sharing_group(job: Job | None, members: Sequence[int]) -> Group:
-    """Returns ranks of this process's pipeline as a group; without a job the group of one rank."""
+    """Returns ``members``, ranks of this pipeline, as a group; without a job that of one rank."""
     return SoleGroup() if job is None else job.holders(tuple(members))
 
 

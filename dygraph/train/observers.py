@@ -123,7 +123,7 @@ class Engines:
     training: Engine
 
     def __init__(self, job: Job) -> None:
-        """Has no engine until :meth:`begin`."""
+        """Creates an object that has no engine until :meth:`begin`."""
         self._job = job
         self._observers_by_name: dict[str, Any] = {}
         #: The engines that run forwards only, by number of micro-batches.

@@ -44,7 +44,7 @@ class Reductions:
     """
 
     def __init__(self, layers: PipelineLayer, job: Job, scale: str, timed: bool) -> None:
-        """Takes the model, the job, the attribute ``scale``, and whether to time reductions."""
+        """Stores the model, the job, the attribute ``scale``, and whether to time reductions."""
         self._layers, self._job = layers, job
         self.timers: Timers | None = Timers() if timed else None
         self.losses: Losses | None = None

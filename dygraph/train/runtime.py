@@ -53,7 +53,7 @@ class BatchKeys:
     """Draws the seeds of each batch of a model."""
 
     def __init__(self, layers: PipelineLayer, job: Job, mode: str) -> None:
-        """Stores what the seeds depend on; draws none yet.
+        """Stores the model and the options on which seeds depend; draws no seed yet.
 
         Args:
             layers: The model.
@@ -96,7 +96,7 @@ class BatchKeys:
         return keys
 
     def keyed(self, keys: Keys | None) -> AbstractContextManager[None]:
-        """Returns a context in which layers draw from these seeds. Collective over mp."""
+        """Returns a context in which layers draw by the seeds ``keys``. Collective over mp."""
         return random_keys.under_keys(keys, self._job.model_parallel())
 
 
@@ -142,7 +142,7 @@ def _may_reorder(config: PipelineConfig, job: Job) -> bool:
 
 
 class _EnvelopeBuilder:
-    """Returns for each batch its envelope: the actions that this process's rank may run early.
+    """Returns for each batch an envelope: which actions this process's rank may run early.
 
     The envelope depends on the layers of the model; it is computed again when they have changed.
     """
@@ -379,7 +379,7 @@ class Runtime:
     def pass_over_forwards(self) -> Keys | None:
         """Draws the seeds of a batch that runs forward only, and puts the layers into its mode.
 
-        A rank that does not run the batch calls it, too, so that all ranks draw as many numbers.
+        A rank that does not run the batch calls this, too, so that all ranks draw as many numbers.
 
         Returns:
             The seeds; None under ``"fleet"``.

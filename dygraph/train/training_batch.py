@@ -254,7 +254,7 @@ def take_step(runtime: Runtime, optimizer: Optimizer, scaler: Scaler = None) -> 
 
 
 def _step_and_update_scale(optimizer: Optimizer, scaler: Scaler) -> None:
-    """Steps an optimizer; with a scaler through that, which then updates its scale."""
+    """Steps an optimizer; a scaler, if any, makes the step and then updates its scale."""
     if scaler is None:
         optimizer.step()
     else:
@@ -321,7 +321,7 @@ def run_forwards(
     if runtime.job.healing is not None:
         # Without keys, layers may draw numbers that a rank with a repeated result does not draw.
         why = "a batch runs forward whose outputs not all ranks have"
-        runtime.job.healing.hinder(why, alone=keys is not None)
+        runtime.job.healing.forbid_healing(why, allowed_in_share=keys is not None)
     count = len(batches.inputs or ())
     if compares:
         with runtime.job.guarded(lambda: "evaluating"):

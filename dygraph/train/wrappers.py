@@ -82,7 +82,7 @@ class PipelineParallelWithInterleaveFthenB(PipelineParallelWithInterleave):
 
 
 class VPPFhenBInBalancedMemory(PipelineParallelWithInterleaveFthenB):
-    """As its base class, but with ``pp_configs.best_unbalanced_scheduler`` on."""
+    """The class for which Fleet has ``pp_configs.best_unbalanced_scheduler`` on."""
 
     _has_bubble_hooks = True
 

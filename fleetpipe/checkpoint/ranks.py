@@ -140,7 +140,7 @@ class Ranks:
         if self.job is not None and self.job is not current_job():
             return [act()]  # the job has ended: each rank acts for itself
         if self.job is not None and self.job.healing is not None:
-            self.job.healing.hinder("the script saves or restores within its step")
+            self.job.healing.forbid_healing("the script saves or restores within its step")
         guard = nullcontext() if self.job is None else self.job.guarded(lambda: activity)
         if self.job is not None:
             # Ranks compare the first word alone: paths in the rest may differ between them.

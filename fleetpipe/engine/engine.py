@@ -35,7 +35,7 @@ class Walker:
         rank: The rank of the pipeline that it plays.
         transport: This rank's connections.
         values: The values that the rank has computed or received and not passed on, by message.
-        held: Forwards whose activations are not released yet, in chunk units.
+        held: Number of forwards, each of one chunk, whose activations are not released yet.
         peak_held: The largest ``held`` of the batch.
     """
 
@@ -49,7 +49,7 @@ class Walker:
         observers: Sequence[Observer] = (),
         turns: Turns | None = None,
     ) -> None:
-        """Compiles the operations of ``rank`` once, so that a step only calls them.
+        """Compiles the operations of ``rank`` once, so that a batch only calls them.
 
         Args:
             plan: The lowered schedule of all ranks.
@@ -163,11 +163,11 @@ class Walker:
         return text + suffix
 
     def _index_at(self, position: int) -> int:
-        """Returns the index in the plan of the operation at a position in the order of running."""
+        """Returns the index in the rank's row of the operation that runs as number ``position``."""
         return self._sequence[position]
 
     def _compile(self, op: Op) -> Iterator[tuple[Op, Instruction]]:
-        """Yields the instructions of an operation, each with the action or operation that it is of.
+        """Yields an operation's instructions, each with the action or operation that it belongs to.
 
         The actions of a fused pair run one after another, each after the receives it waits for.
         """
@@ -321,7 +321,7 @@ class Engine:
 
     @property
     def peak_held(self) -> dict[int, int]:
-        """By rank, the most unreleased forwards at once in the last run, in chunk units."""
+        """By rank, the most forwards of one chunk that were unreleased at once in the last run."""
         return {rank: walker.peak_held for rank, walker in self._walkers.items()}
 
     def where(self) -> str:

@@ -32,7 +32,8 @@ class ReadyWalker(Walker):
     """Runs one rank's operations of a plan, in an order that depends on which messages are there.
 
     Attributes:
-        early: Number of actions of the batch that ran before an earlier action of the row.
+        early: Number of actions of the batch that ran before one that stands before them in the
+            row.
     """
 
     transport: AnyOrderTransport
@@ -133,8 +134,8 @@ class ReadyWalker(Walker):
     def _choose_segment(self) -> list[int] | None:
         """Returns the operations that run next; None if the rank has to wait.
 
-        In that case it sets the messages to wait for, the next action's first, and until when to
-        wait.
+        Before it returns None it stores the messages to wait for, the next action's first, and how
+        long to wait.
         """
         if self._envelope.finished:
             return self._end

@@ -131,7 +131,9 @@ class BatchSource:
                 raise _unequal_lengths_error(f"batches by rank: {', '.join(map(str, lengths))}")
             if not isinstance(self.loader, DataLoader):
                 if self.job.healing is not None:
-                    self.job.healing.hinder("random states are shared, as a pass over data begins")
+                    self.job.healing.forbid_healing(
+                        "random states are shared, as a pass over data begins"
+                    )
                 # Samplers draw from NumPy's and Python's generators, whose states differ by rank.
                 states = random_keys.PythonStates()
                 for axes in (("pp",), SHARDS, SEQUENCE):

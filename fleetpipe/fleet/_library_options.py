@@ -64,7 +64,7 @@ def refuse_library_options(model: Layer) -> None:
 
 
 def _refuse_lost_degrees(model: Layer) -> None:
-    """Refuses degrees, set by the library's Trainer, that the model's layers do not follow."""
+    """Refuses degrees in the model's config, set by a library's Trainer, that its layers ignore."""
     job = current_job()
     ranks = 1 if job is None else job.degrees.split(*SEQUENCE)
     if ranks > 1:

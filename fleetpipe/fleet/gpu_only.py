@@ -29,7 +29,7 @@ _LEVELS = {"os": 1, "os_g": 2, "p_g_os": 3}
 
 
 def _refuse_sharding(name: str, stage: int) -> NoReturn:
-    """Refuses the function or class ``name`` of Paddle's, which is of a stage of sharding."""
+    """Refuses a function or class of Paddle's that needs sharding of the stage ``stage``."""
     if stage == 3:
         fix = (
             "raise pp_degree or mp_degree, each rank of which holds its part of the parameters "

@@ -20,7 +20,7 @@ from fleetpipe.paddle_api.optimizer import allow_no_parameters, check_before_cli
 
 
 def install() -> None:
-    """Installs the changes of this module; in a job without a pipeline they have no effect."""
+    """Adapts Paddle's optimizers, ``clip_grad_norm_`` and ``paddle.Model`` to pipelines."""
     allow_no_parameters(lambda: pipeline_group().ranks > 1)
     check_before_clip_grad_norm(_refuse_norm_of_a_stage)
     constructor: Any = paddle.Model.__init__

@@ -45,7 +45,7 @@ _OPERATIONS = (
 
 
 def _names_in(module: str, *names: str) -> dict[str, str]:
-    """Returns the path of each name, an object in a module: ``"package.module:name"``."""
+    """Returns for each of ``names`` its path in ``module``: ``"package.module:name"``."""
     return {name: module + name for name in names}
 
 
@@ -189,8 +189,8 @@ def _is_file(name: str) -> bool:
 def install() -> None:
     """Installs the finder, imports the table's modules, and shares those that Paddle has loaded.
 
-    Shared now, a later import does not bind a module over the attribute of the same name:
-    ``fleet.fleet`` is Paddle's singleton, and ``paddle.distributed.fleet.fleet`` also a module.
+    So a later import does not replace an attribute by the module of the same name: ``fleet.fleet``
+    is Paddle's singleton, and ``paddle.distributed.fleet.fleet`` also a module.
     """
     Finder(_find_spec).install()
     for path in OVERLAYS:
@@ -214,7 +214,7 @@ def replace_moe_functions() -> None:
     """Replaces functions that Paddle's ``MoELayer`` calls; more of them if there is no GPU.
 
     ``paddle.incubate.distributed.models.moe.MoELayer``, its gates, and layers of libraries call
-    them. It is done at once, since a script may build such a layer before the pipeline.
+    these functions. It is done at once, since a script may build such a layer before the pipeline.
     """
     replace_in_moe(
         _local_gather=_load_at_call("local_gather"),

@@ -164,7 +164,7 @@ def _wrap_optimizer(optimizer: Optimizer, strategy: DistributedStrategy | None) 
 
 
 def _require_same_options(strategy: Any) -> None:
-    """Refuses a strategy whose options differ from those of the model that is wrapped already."""
+    """Refuses a strategy whose options differ from those with which a model was wrapped."""
 
     def options(of: Any) -> tuple[PipelineConfig, Any, Any]:
         configs = of.hybrid_configs["pp_configs"]

@@ -20,7 +20,7 @@ class Allow:
     """The entries of the option ``allow``, and which of them were used.
 
     Attributes:
-        entries: What the script allows, each as ``BORDER:NAME``.
+        entries: What the script allows, each as ``KIND:NAME``, such as ``optimizer:MySAM``.
         used: For each entry that was needed, the rule that was not applied.
     """
 
@@ -33,7 +33,7 @@ class Allow:
         """Refuses a class or function not known to be right, unless the script allows it.
 
         Args:
-            border: What the script uses it as, such as "optimizer".
+            border: The kind of the class or function, such as "optimizer".
             name: The name of the class or function.
             rule: What is refused, in one sentence: the summary of the error.
             fix: What to use instead; the line that allows the name is added.

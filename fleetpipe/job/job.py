@@ -84,15 +84,17 @@ class Recovery(Protocol):
         """
 
     def meet(self) -> object:
-        """Connects all ranks once more. Collective over the job."""
+        """Connects all ranks again, after one was replaced. Collective over the job."""
 
-    def hinder(self, why: str, alone: bool = True) -> None:
-        """Refuses to heal a death in this step, which a new process could not repeat.
+    def forbid_healing(self, why: str, allowed_in_share: bool = True) -> None:
+        """Marks the present step as one that a replacement process cannot repeat.
+
+        If a rank dies in this step, the whole job starts again.
 
         Args:
-            why: What the new process could not repeat.
-            alone: Whether it could repeat that within :meth:`share`, so that nothing is refused
-                there.
+            why: What cannot be repeated.
+            allowed_in_share: Whether :meth:`share` can repeat it, so that a call there has no
+                effect.
         """
 
     def share(
@@ -128,7 +130,7 @@ class Job(MeshGroups):
         healing: Lets the job go on after the death of another rank; None if a death ends the job.
         before_batches: By the ``id()`` of a model, a function that is called before each of the
             model's batches, with the model's optimizer.
-        alone: Whether this process replaces a rank, and is not connected yet.
+        alone: Whether this process replaces a rank, and is not connected to the others yet.
         allow: What the script permits, by name, though fleetpipe does not know it to be right.
         has_pipeline: Whether a pipeline has connected its ranks.
         compares_calls: Whether the job ends if ranks begin different collective calls; not in a
@@ -310,7 +312,7 @@ class Job(MeshGroups):
         If ranks begin different calls, the job ends with the lines of the script of both.
 
         Args:
-            words: What this rank does, as ``trains a batch``.
+            words: What this rank does, such as ``trains a batch``.
             kind: A text that is the same on all ranks; by default the words.
             replicas: Whether all replicas begin the call, not only the ranks of this one.
         """
@@ -382,7 +384,7 @@ class Job(MeshGroups):
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Makes groups take this process's values for those of all members, without waiting."""
+        """A context in which groups wait for nobody: every member's value is this process's."""
         before = self.alone
         try:
             self._set_alone(True)
@@ -415,12 +417,12 @@ class Job(MeshGroups):
         """Returns the result of ``act`` as :meth:`share` does, as a collective call of its own.
 
         Args:
-            what: What ``act`` does, for messages, as ``exchanging values``.
+            what: What ``act`` does, for messages, such as ``exchanging values``.
             act: Exchanges values with the other ranks; it can be repeated.
         """
 
         def guarded() -> Any:
-            """Calls ``act`` as a collective call, whose failures all ranks hear of."""
+            """Calls ``act`` in a context that reports its failure to all ranks."""
             self.call(f"is {what}", kind=what)
             with self.guarded(lambda: what):
                 return act()
@@ -470,7 +472,7 @@ class Job(MeshGroups):
             transport.close()
 
     def require_others(self) -> None:
-        """Refuses a call that needs other ranks, in a process that is not connected yet.
+        """Refuses a call that needs other ranks, in a replacement process before it is connected.
 
         Raises:
             StateError: This process replaces a rank, and has not reached its first batch.
@@ -478,9 +480,9 @@ class Job(MeshGroups):
         if self.alone:
             attempt_files.tell_unhealed("the script meets the other ranks before its first batch")
             raise StateError(
-                "nothing but a training batch meets the other ranks",
+                "a replacement process cannot talk to other ranks before its first training batch",
                 cause=ALONE,
-                fix="none here: the job is started again; without --heal it is so from the start",
+                fix="nothing to do: the whole job starts again, as it always does without --heal",
             )
 
     def be_patient(self) -> None:
@@ -552,7 +554,7 @@ class Job(MeshGroups):
         return None if self._connections is None else self._connections.awaited
 
     def _describe(self, text: str) -> str:
-        """Returns a text about this rank's work with the replica, the shard and the awaited rank.
+        """Adds the replica, the shard and the awaited rank to a text about this rank's work.
 
         Args:
             text: What the rank does; it may begin with "rank 1, ".

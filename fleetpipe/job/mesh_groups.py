@@ -85,7 +85,7 @@ class MeshGroups(ABC):
         return self.mesh.coordinate(self.hcg.get_global_rank())
 
     def leads(self, *but: str) -> bool:
-        """Returns whether this process is first on every axis of ``DENSE``, except ``but``."""
+        """Returns whether this process is first on each axis that numbers ranks, except ``but``."""
         return self.coordinate.leads(*but)
 
     @functools.cached_property
@@ -154,7 +154,7 @@ class MeshGroups(ABC):
         return self.along(*axes)
 
     def expert_sharding(self) -> Group:
-        """Returns those ranks of :meth:`expert_copies` that share the optimizer's state."""
+        """Returns the ranks that hold the same experts and share their optimizer's state."""
         return self.along("moe_sharding") if self.degrees.ep > 1 else self.sharding()
 
     def all_experts(self, sharded: bool) -> Group:
@@ -228,4 +228,4 @@ class MeshGroups(ABC):
     def _make_group(
         self, name: str, ranks: Callable[[], list[int]], paddle_group: Callable[[], Any] | None
     ) -> Group:
-        """Returns a new group over the connections of the job; see :meth:`_named_group`."""
+        """Returns a new group over the job's connections; :meth:`_named_group` stores it."""

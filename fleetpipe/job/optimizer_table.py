@@ -70,7 +70,7 @@ _CLOCKS = {"time", "perf_counter", "monotonic"}
 def row_of(table: Table, value: object) -> str | None:
     """Returns the name of the table's class to which a value belongs; None if there is none.
 
-    It is the first class of the table among the value's class and base classes, if no class below
+    That is the first class of the table among the value's class and base classes, if no class below
     it, nor the value itself, replaces a method with one that does more than log.
 
     Args:
@@ -93,7 +93,7 @@ def row_of(table: Table, value: object) -> str | None:
 
 
 def _has_class(table: Table, kind: type) -> bool:
-    """Returns whether a class is in a table, under its name and a package that it is in."""
+    """Returns whether a table has a class, by its name and the name of a package that has it."""
     return any(
         f"{kind.__module__}.".startswith(f"{package}.") and kind.__name__ in names
         for package, names in table.items()

@@ -147,7 +147,7 @@ def drop_doubtful_groups(number: int, store: JobStore, meet: Callable[[], None])
 
 
 def mark_reusable(ended_well: bool) -> None:
-    """Notes at the end of a job that later jobs may use its groups, if it ended well."""
+    """Notes at the end of a job that later jobs may use its groups, if the job ended well."""
     global _in_doubt
     _in_doubt = not ended_well
 
@@ -218,7 +218,7 @@ def _make_store_opener(store: Store, prefix: str, timeout: float) -> Callable[[i
 
     Args:
         store: The job's store.
-        prefix: Prefix of its keys, new for each use.
+        prefix: Prefix of the group's keys there, new for each use.
         timeout: Seconds that the ranks of a group may take to arrive.
     """
     _choose_interface()

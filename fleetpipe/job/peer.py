@@ -54,7 +54,7 @@ class Goodbye(NamedTuple):
 
 
 def pack(message: dict[str, Any], seal: Seal | None) -> bytes:
-    """Returns the bytes of a message, with its seal if there is one."""
+    """Returns the bytes of a message, followed by its seal if the job has a secret."""
     text = json.dumps(message).encode()
     frame = _LENGTH.pack(len(text)) + text
     return frame if seal is None else frame + seal.of([frame])
@@ -122,7 +122,7 @@ class Peer:
         call: The last collective call that it has begun.
         rows: Steps of its records that nobody has read yet.
         heard: Time of its last message (``time.monotonic()``).
-        left: Whether it said goodbye or reported a failure; no more messages come from it.
+        left: Whether it said goodbye or reported a failure, so that no more messages come from it.
         ended: Whether the connection has ended.
         unsent: Bytes for it that the kernel has not taken yet.
     """

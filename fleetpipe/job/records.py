@@ -95,7 +95,7 @@ class CollectiveCalls:
         """Begins a call.
 
         Args:
-            words: What this rank does, as ``trains a batch``.
+            words: What this rank does, such as ``trains a batch``.
             kind: A text that is the same on all ranks; by default the words.
             replicas: Whether all replicas begin the call, not only this one.
 
@@ -238,7 +238,7 @@ class RankRecord:
 
     @property
     def lean(self) -> RankRecord:
-        """The same record without its ``rows``."""
+        """This record without its ``rows``."""
         return replace(self, rows=())
 
     def content(self) -> dict[str, Any]:
@@ -259,8 +259,7 @@ class RankRecord:
         """Reads a record from a JSON value.
 
         Raises:
-            FleetPipeError: The value is not a record; the error is of the kind that its source
-                names.
+            FleetPipeError: The value is not a record; the class is that of ``value.source``.
         """
         record = value.record(cls, rows=_read_rows, gradient_norm=JsonValue.number)
         if (
@@ -280,7 +279,7 @@ def _round_floats(value: Any) -> Any:
 
 
 def _read_rows(value: JsonValue) -> tuple[StepRow, ...]:
-    """Reads the steps of a record from a JSON value."""
+    """Reads the times of a record's steps from a JSON value."""
     return tuple(item.row(StepRow, flights=JsonValue.differences) for item in value.items())
 
 
@@ -505,7 +504,7 @@ class RunProgress:
             self.events.append((kind, text))
 
     def _is_due(self, name: str) -> bool:
-        """Returns whether a value may be read again after ``_CARD_SECONDS``; notes that it is."""
+        """Returns whether the last read is ``_CARD_SECONDS`` old; if so, notes a new one."""
         now = time.monotonic()
         due = now >= self._due.get(name, 0.0)
         if due:

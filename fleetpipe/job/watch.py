@@ -75,7 +75,7 @@ class Watch:
         failure: The failure that ended the job early, once it is known.
         noticed: Whether the main thread knows of a failure, this rank's own or another's.
         progress: The source of this rank's records.
-        patient: Whether the main thread may notice a failure late, as in a job that heals.
+        patient: Whether the main thread may notice a failure late, as the job may replace a rank.
     """
 
     patient = False
@@ -91,7 +91,7 @@ class Watch:
         Args:
             rank: This process's rank in the job.
             sockets: Authenticated stream sockets, by rank.
-            seals: Proofs of who sent each message, by rank; None without a secret.
+            seals: What proves who sent each message, by rank; None without a secret.
         """
         self.rank = rank
         self.failure: Failure | None = None
@@ -152,7 +152,7 @@ class Watch:
 
     @contextlib.contextmanager
     def guarding(self, where: Callable[[], str]) -> Iterator[None]:
-        """Implements ``Job.guarded``.
+        """A context whose failures this rank reports to all others: implements ``Job.guarded``.
 
         Args:
             where: Returns in words what the main thread does; called on any thread.
@@ -169,11 +169,10 @@ class Watch:
 
     @contextlib.contextmanager
     def limit(self, seconds: float, what: str, ranks: Collection[int]) -> Iterator[None]:
-        """Ends a main thread that waits too long within the context and cannot be interrupted.
+        """A context that ends this process if the main thread is in it for too long.
 
-        The other ranks are told of the failure, and this process is ended a moment later. An outer
-        limit starts again when this one ends, and each starts again when the process reports
-        another operation.
+        The other ranks learn of the failure before. The time starts again when the process reports
+        another operation; that of an outer such context starts again when this context ends.
 
         Args:
             seconds: The longest that the main thread may take.
@@ -370,7 +369,7 @@ class Watch:
                 self._handle_messages(key.data)
 
     def _compare_calls(self) -> None:
-        """Reports a failure if some rank's last call differs from this one's of that number."""
+        """Reports a failure if a rank's last collective call is not this rank's of that number."""
         calls = self.progress.calls
         for peer in () if self.patient else self._peers.values():
             call = calls.mismatch(peer.call, peer.rank in calls.replica)
@@ -424,7 +423,7 @@ class Watch:
             os._exit(EXIT_CODE)
 
     def _last_words(self, failure: Failure) -> None:
-        """Prints the error of a failure before the process is ended."""
+        """Prints the error of a failure before this process is ended."""
         error = failure.error(f"rank {self.rank}: {self._status()}")
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         if self._is_timeout():

@@ -74,7 +74,7 @@ def require_sockets(ranks: int, cards: int) -> None:
 def _exit_code(directory: Path, seen: Mapping[int, int]) -> int:
     """Returns the exit code of the rank that failed first, as a shell shows it; 0 if none failed.
 
-    A rank that fails because of another rank, and may end before it, has the code ``EXIT_CODE``.
+    A rank that fails because of another one, and may end sooner, has the code ``EXIT_CODE``.
 
     Args:
         directory: The folder of the attempt.

@@ -70,7 +70,7 @@ class Run:
             step: The number of steps done.
             state: The objects to save.
             manager: Saves them.
-            kept: The state that this rank stores in memory after each step; None if it stores none.
+            kept: What stores this rank's state in memory after each step; None if nothing does.
         """
         self.step = step
         self._state = state
@@ -299,7 +299,7 @@ def _restore_newest(state: State, manager: CheckpointManager, kept: Any) -> tupl
     Args:
         state: The objects to restore.
         manager: Has the checkpoints.
-        kept: The state that this rank stores in memory; None if it stores none.
+        kept: What stores this rank's state in memory; None if nothing does.
 
     Returns:
         The number of steps done, and whether the script had other arguments when it saved them.
@@ -351,7 +351,7 @@ class Stopping:
     """
 
     def __init__(self, group: Group, timeout: float) -> None:
-        """Prepares the agreement. Collective: all ranks make their agreements in the same order.
+        """Prepares to agree. Collective: all ranks create such objects in the same order.
 
         Args:
             group: All ranks of the job.
@@ -390,7 +390,7 @@ class Stopping:
         return requested or any(requests)
 
     def begin_anew(self) -> None:
-        """Drops the messages exchanged so far; a request on this rank stays."""
+        """Drops the messages exchanged so far; a request to stop on this rank stays."""
         self._calls, self._announced = 0, False
 
     def _message_key(self, number: int) -> MessageKey:

@@ -100,7 +100,7 @@ def end_with_command(first: Callable[[], None] = lambda: None) -> None:
 
 
 def _end_after_command(folder: Path, first: Callable[[], None]) -> None:
-    """Waits until the command's lock is free, then kills this process; see the caller."""
+    """Waits until the command's lock is free, since the command has ended; kills this process."""
     with suppress(FileNotFoundError), (folder / _LOCK).open() as lock:
         if not systems.lock(lock.fileno(), shared=True):
             return
@@ -186,7 +186,7 @@ def add_script(parser: argparse.ArgumentParser, what: str, logs: str) -> None:
     Args:
         parser: The parser of a command.
         what: The help text of the script.
-        logs: The begin of the help text of the folder of logs.
+        logs: The beginning of the help text of the folder of logs.
     """
     parser.add_argument(
         *kinds.spellings("log-dir"),

@@ -109,7 +109,7 @@ def _make_tolerant(stream: io.TextIOWrapper, raw: io.FileIO) -> io.TextIOWrapper
 def environment(level: str) -> dict[str, str]:
     """Returns this process's environment, changed so that Paddle hides log lines below ``level``.
 
-    Lines that Fleet logs in Python are not affected: see :func:`quiet`.
+    Lines that Fleet logs in Python are not affected; :func:`quiet` hides these.
     """
     if LEVELS[level] == 0:
         return dict(os.environ)

@@ -207,7 +207,7 @@ class Coordinate(NamedTuple):
     ep: int = 0
 
     def leads(self, *but: str) -> bool:
-        """Returns whether the rank is first on every axis that numbers ranks, except ``but``."""
+        """Returns whether the rank is first on each axis that numbers ranks, except ``but``."""
         return not any(getattr(self, axis) for axis in DENSE if axis not in but)
 
 
@@ -246,7 +246,7 @@ class Mesh:
 
     @functools.cached_property
     def digits(self) -> list[tuple[str, int]]:
-        """The axes and sizes by which ranks are numbered, like digits, the slowest one first.
+        """The axes and sizes by which ranks are numbered, as digits of a number, the slowest first.
 
         With experts sharding has two digits, as in Fleet: moe_sharding's, and the rest of it.
         """
@@ -369,7 +369,7 @@ def axis_between(
 
 
 def of_unequal(axis: str, step: int) -> str:
-    """Returns a likely cause of different values of a weight on ranks that share it, for errors.
+    """Returns, for an error, why ranks that share a weight probably have different values.
 
     Args:
         axis: The axis along which the ranks with other values lie; "" if unknown.

@@ -92,7 +92,7 @@ def infer_dp(wanted: int, rest: Mapping[str, int], world_size: int) -> int:
 
     Args:
         wanted: The script's ``dp_degree``; -1 to compute it.
-        rest: The other degrees that number ranks, by axis.
+        rest: The degrees along the other axes that number ranks, by axis.
         world_size: The number of ranks.
 
     Raises:

@@ -82,13 +82,13 @@ def counting_traffic(clock: Callable[[], float] = time.thread_time) -> Iterator[
 
 
 def note_exchange(parts: Iterable[Any]) -> None:
-    """Counts an exchange in the open counters; see :meth:`Traffic.add`."""
+    """Counts an exchange of ``parts``, one for each other member, in all open counters."""
     for traffic in _counting:
         traffic.add(parts)
 
 
 def note_attention(query: Any, key: Any) -> None:
-    """Counts an attention in the open counters; see :meth:`Traffic.attend`."""
+    """Counts an attention over a query and a key in all open counters."""
     for traffic in _counting:
         traffic.attend(query, key)
 
@@ -299,7 +299,7 @@ class DirectGroup(Group):
             tensor.set_value(functools.reduce(add, self.all_gather(tensor.clone())))
 
     def broadcast_each(self, tensors: Sequence[tuple[Any, int]]) -> None:
-        """Replaces each tensor by that of the member named beside it. Collective."""
+        """Replaces each tensor by that of the member whose number is beside it. Collective."""
         for tensor, source in () if self.alone else tensors:
             # Sent as a copy: the tensor may change before it has left this process.
             copy = tensor.detach().clone() if source == self.rank else None
@@ -404,7 +404,7 @@ class GlooGroup(DirectGroup):
             transport: This rank's connections to the other members.
             timeout: Seconds that the wait for a member may last.
             paddle_group: A group from ``paddle.distributed.new_group``.
-            limit: Returns a context; each operation of that group runs in one.
+            limit: Returns a context in which an operation of that group runs, such as a limit.
             name: Prefix of its messages.
         """
         super().__init__(transport, timeout, name)
@@ -428,7 +428,7 @@ class GlooGroup(DirectGroup):
                     tensor.set_value(total.astype(tensor.dtype))
 
     def broadcast_each(self, tensors: Sequence[tuple[Any, int]]) -> None:
-        """Replaces each tensor by that of the member named beside it. Collective."""
+        """Replaces each tensor by that of the member whose number is beside it. Collective."""
         from paddle.distributed import broadcast
 
         if self.alone:
@@ -440,7 +440,7 @@ class GlooGroup(DirectGroup):
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """Runs Paddle's own collectives while it is open; the members must have met before.
+        """A context for Paddle's own collectives; the members must have met before.
 
         Raises:
             PeerFailed: The collective broke, because a member died or stopped meanwhile.

@@ -52,7 +52,7 @@ class Region(NamedTuple):
         return (*shape[: self.axis], self.stop - self.start, *shape[self.axis + 1 :])
 
     def is_of(self, value: Any) -> bool:
-        """Returns whether a tensor or array may be the full one: has its size along the axis."""
+        """Returns whether a tensor or array has the full one's size along the axis."""
         shape = tuple(value.shape)
         return len(shape) > self.axis and shape[self.axis] == self.size
 
@@ -97,7 +97,7 @@ class LocalTensor(NamedTuple):
 
     Attributes:
         tensor: A tensor of Paddle's, or an array, with the values.
-        cut: The region of the full tensor that it covers; None if it is the full tensor.
+        cut: The region of the full tensor that ``tensor`` covers; None if it is the full tensor.
         differs: Whether ranks that hold the same region may have other values, as replicas have
             other running statistics.
     """
@@ -243,7 +243,7 @@ def local_tensor_of(tensor: Tensor, mp_position: ShardPosition) -> LocalTensor:
 
     Args:
         tensor: The parameter or buffer.
-        mp_position: As for :func:`part_of`.
+        mp_position: Returns this process's coordinate along mp, and the number of ranks there.
 
     Raises:
         CheckpointError: It is a shard, and does not say along which axis it is split.
@@ -261,7 +261,7 @@ def local_tensor_of(tensor: Tensor, mp_position: ShardPosition) -> LocalTensor:
 
 
 def whole_name(name: str, tensor: Tensor) -> str:
-    """Returns the full parameter's name, given that of ``tensor``, which is it or a part of it."""
+    """Returns the full parameter's name; ``name`` is that of ``tensor``, which may be a part."""
     part = attached_part(tensor)
     return name if part is None else part.whole_name(name)
 
@@ -274,7 +274,7 @@ def split_into_parts(
     Args:
         state: Full tensors or arrays, or parts already, by name.
         tensors: The parameters of the process, by name.
-        mp_position: As for :func:`part_of`.
+        mp_position: Returns this process's coordinate along mp, and the number of ranks there.
 
     Returns:
         The state with each part under its own name; other values are unchanged.

@@ -84,7 +84,7 @@ def add(total: Any, part: Any) -> Any:
 
 
 def count_blocks(values: int) -> int:
-    """Returns into how many blocks a tree divides so many values; see the module."""
+    """Returns the number of blocks of a tree: the largest power of two dividing ``values``."""
     return values & -values
 
 

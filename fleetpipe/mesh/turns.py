@@ -62,7 +62,7 @@ class _Side:
             self.other.give_turn()
 
     def give_turn(self) -> None:
-        """Lets this computation run; the other one waits meanwhile."""
+        """Lets this computation run; the other one then waits."""
         self._turn.release()
 
     def hand_over(self) -> None:

@@ -76,7 +76,7 @@ def without_casts() -> AbstractContextManager[object]:
 
 
 def automatic_casts() -> Callable[[], AbstractContextManager[object]]:
-    """Returns a function that returns a context with the automatic casts of now.
+    """Returns a function that returns a context with the present automatic casts.
 
     The backward recomputes a forward in such a context.
     """
@@ -90,10 +90,10 @@ def automatic_casts() -> Callable[[], AbstractContextManager[object]]:
 
 @contextmanager
 def casts_visible(dtype: str) -> Iterator[Casts | None]:
-    """Opens a context in which automatic casts are on, so that code which turns them off is seen.
+    """Opens a context in which automatic casts are on, to notice code that turns them off.
 
-    It yields the active automatic casts. If there are none, it turns casts with empty lists of
-    operations on, which change nothing.
+    It yields the casts that were active before, or None: then it turns on casts with empty lists of
+    operations, which change nothing.
 
     Args:
         dtype: The dtype of half precision of the casts that are turned on.

@@ -52,8 +52,8 @@ def synchronize() -> None:
 def device_clock(clock: Callable[[], float] = time.perf_counter) -> Callable[[], float]:
     """Returns a clock, in seconds, that counts the work of this process's device.
 
-    A call only queues the work of a GPU, so the clock waits until that is done before it reads the
-    time. That slows a step down: use the clock only in steps that somebody wants to measure.
+    A call only queues the work of a GPU, so the clock waits until that work is done before it reads
+    the time. That slows a step down: use the clock only in steps that somebody wants to measure.
 
     Args:
         clock: The clock to return on a CPU.

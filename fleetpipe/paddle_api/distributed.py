@@ -149,7 +149,7 @@ class _Unconnected:
             raise StateError(
                 f"{name} of one of Paddle's groups meets nobody",
                 cause=self.refusal,
-                fix="none here: the job is started again; without --heal it is so from the start",
+                fix="nothing to do: the whole job starts again, as it always does without --heal",
             )
         return lambda *_, **__: SimpleNamespace(wait=lambda *_: True, is_completed=lambda: True)
 
@@ -162,10 +162,10 @@ def refuse_unconnected(why: str) -> None:
 def connect_groups(own_store: Callable[[int, int, int], PaddleStore], time: int) -> None:
     """Connects every Gloo group of this process again. Collective over the job.
 
-    Paddle's objects of the groups stay, so that those who have them need not know.
+    Paddle's objects of the groups stay the same, so that code that has them goes on using them.
 
     Args:
-        own_store: As for :func:`replace_gloo_stores`.
+        own_store: ``own_store(rank_in_group, ranks, group_id)`` returns the store of a group.
         time: The number of this call, from 1: Paddle accepts no number of a connection twice.
     """
     default = _paddle_collective._get_group_map()[0]
@@ -315,8 +315,8 @@ class LocalTopology(_topology.HybridCommunicateGroup):
 class MeshTopology(_EPTopology):  # type: ignore[misc]
     """Fleet's topology for axes or degrees that Paddle's constructors refuse.
 
-    They refuse cp without ep, and ep beside dp or sep. If both can build a topology, its attributes
-    are equal; Paddle's methods use the attributes.
+    Paddle refuses cp without ep, and ep beside dp or sep. A topology that both can build has equal
+    attributes; Paddle's methods use the attributes.
     """
 
     def __init__(
@@ -417,7 +417,7 @@ def replacing_topology(make: Callable[[], Topology]) -> Iterator[None]:
 def began_without_groups() -> bool:
     """Returns whether Paddle's ``init_parallel_env`` was called and has created no group.
 
-    That is Paddle's older way of a start.
+    That is how Paddle starts in its older mode.
     """
     is_begun = bool(_paddle_parallel.parallel_helper._is_parallel_ctx_initialized())
     return is_begun and not paddle.distributed.is_initialized()

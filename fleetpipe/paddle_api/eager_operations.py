@@ -291,7 +291,7 @@ def _stop_gradient_property(choose: _Choice, flag: Any) -> property:
 
 
 def _with_own_node(function: Function) -> Function:
-    """Returns a wrapper of a method whose result has its own node in autograd's graph."""
+    """Returns a wrapper of a method that gives the result its own node in autograd's graph."""
 
     def tensor_use_gpudnn(tensor: Tensor, *args: Any) -> Tensor:
         return function(paddle.assign(tensor), *args)
@@ -405,7 +405,7 @@ def bound_operations() -> Iterator[tuple[Any, str, Function]]:
 
 @functools.lru_cache(maxsize=1)
 def _operations_in(modules: frozenset[str], matmul: Function) -> list[tuple[Any, str, Function]]:
-    """Returns what :func:`bound_operations` yields; the arguments are the key of its cache.
+    """Returns (module, name, operation) for each operation; the arguments are the cache's key.
 
     Args:
         modules: The names of the modules that are loaded.

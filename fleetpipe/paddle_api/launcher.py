@@ -84,7 +84,7 @@ def launch(
             ``subprocess.Popen``, which the launcher watches instead. ``on_end`` is then not called.
 
     Raises:
-        SystemExit: With that code.
+        SystemExit: With the code that ``exit_code`` returns.
     """
     wait_threads: list[threading.Thread] = []
 
@@ -158,8 +158,8 @@ def _present_device() -> Any:
 def _ranks_of_host(controller: Any, allow_sharing: Callable[[int, int], None]) -> int:
     """Returns the number of ranks to start on this host; lets them share GPUs if there are too few.
 
-    ``controller`` is the launcher's controller of this host; ``allow_sharing`` as for
-    :func:`launch`.
+    ``controller`` is the launcher's controller of this host; ``allow_sharing`` raises an error if
+    the ranks may not share GPUs.
     """
     ranks, context = int(_stock_replicas(controller)), controller.ctx
     device = context.node.device

@@ -125,7 +125,7 @@ def put_buffer(layer: Layer, path: str, tensor: Tensor) -> None:
 
 
 def layer_at(layer: Layer, path: str) -> Layer | None:
-    """Returns the sublayer at a path below a layer; the layer itself for "", None without one."""
+    """Returns the sublayer at a path in a layer; the layer itself for "", None if there is none."""
     for name in filter(None, path.split(".")):
         layer = None if layer is None else sublayers_in(layer).get(name)
     return layer
@@ -155,12 +155,12 @@ def has_hooks(layer: Layer) -> bool:
 
 
 def wrapped_layer(layer: Layer) -> Layer | None:
-    """Returns the layer inside one of Paddle's wrappers, as ``DataParallel``; else None."""
+    """Returns the layer inside one of Paddle's wrappers, such as ``DataParallel``; else None."""
     return layer._layers if list(sublayers_in(layer)) == ["_layers"] else None
 
 
 def replace_in_moe(**functions: Any) -> None:
-    """Makes Paddle's ``MoELayer`` and its gates use other functions, by the names of Paddle's."""
+    """Makes Paddle's ``MoELayer`` and its gates use other functions, by the replaced names."""
     for module in _paddle_moe:
         for name in functions.keys() & vars(module).keys():
             setattr(module, name, functions[name])

@@ -47,8 +47,8 @@ _is_ending = mmap.mmap(-1, 1)
 def load_data_in_threads() -> None:
     """Lets a ``DataLoader`` with workers start in a thread other than the main one.
 
-    Paddle installs a handler of SIGCHLD, which only the main thread can, to learn at once that a
-    worker died; without one it learns that when it next waits for a batch.
+    Paddle installs a handler of SIGCHLD, which only the main thread can, to notice at once that a
+    worker died; without a handler it notices that when it next waits for a batch.
     """
     _multiprocess_utils._SIGCHLD_handler_set = True
 
@@ -241,7 +241,7 @@ def keep_workers_from_signals() -> None:
 def _set_worker_handlers() -> None:
     """Sets Paddle's signal handlers in a worker; SIGTERM ends it only if its parent ends.
 
-    A parent that has no handler of SIGTERM leaves its workers the system's.
+    If the parent has no handler of SIGTERM, its workers keep the system's default.
     """
     _set_stock_handlers()
     if callable(signal.getsignal(signal.SIGTERM)):

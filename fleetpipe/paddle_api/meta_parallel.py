@@ -48,7 +48,7 @@ _zero_bubble: Any = getattr(paddle_fleet.meta_parallel, "zero_bubble_utils", Non
 
 
 def weight_attribute(attr: Attribute) -> Attribute:
-    """Returns ``weight_attr`` of a layer as a ``ParamAttr`` with the initializer to use."""
+    """Returns a layer's ``weight_attr`` as a ``ParamAttr``, with the initializer to use."""
     copied: Attribute = copy.copy(ParamAttr._to_attr(attr))
     if copied and copied.initializer is None:
         default = _any_defaults._global_weight_initializer()

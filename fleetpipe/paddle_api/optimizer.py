@@ -41,7 +41,7 @@ GLOBAL_NORM_CLIPS = (paddle.nn.ClipGradByGlobalNorm, _moe_clip.ClipGradForMOEByG
 
 
 def wrapper_chain(optimizer: Optimizer) -> list[Optimizer]:
-    """Returns an optimizer and those inside it, outermost first; the last one does the arithmetic.
+    """Returns an optimizer and those that it wraps; the last, innermost one updates parameters.
 
     Fleet's and other libraries' optimizers wrap one in the attribute ``_inner_opt``.
     """
@@ -52,7 +52,7 @@ def wrapper_chain(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def base_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Returns the optimizer that does the arithmetic, inside wrappers such as Fleet's."""
+    """Returns the optimizer that updates parameters, inside wrappers such as Fleet's."""
     return wrapper_chain(optimizer)[-1]
 
 
@@ -307,7 +307,7 @@ def set_rates(optimizer: Optimizer, rate: float, of_steps: float) -> None:
     Args:
         optimizer: The optimizer.
         rate: The rate that ``get_lr`` returns.
-        of_steps: The rate that steps use; see :func:`rate_of_steps`.
+        of_steps: The rate that steps use, which may differ.
     """
     base = base_optimizer(optimizer)
     base.set_lr(of_steps)

@@ -92,7 +92,7 @@ class PaddleSchedule:
         self._stages[-1].output_chunks.extend(outputs)
 
     def shared(self) -> Iterator[tuple[list[int], Tensor]]:
-        """Yields the ranks of the job that share a weight with this one, and its gradient here."""
+        """Yields, for each shared weight, the job's ranks that have it, and its gradient here."""
         # Two stages of this process may have one description.
         descriptions = {id(d): d for stage in self._stages for d in stage.shared_parameters}
         for description in descriptions.values():

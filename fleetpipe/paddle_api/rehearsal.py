@@ -180,7 +180,7 @@ def with_master_weights(apply: Function) -> Function:
 
 
 class _Copies:
-    """The float32 copies of an operation's arguments in half precision."""
+    """The float32 copies of those of an operation's arguments that are in half precision."""
 
     def __init__(self, half: DType, tensors: list[Tensor]) -> None:
         """Finds the master weights of the arguments ``tensors``; :meth:`of` makes the copies."""
@@ -191,7 +191,7 @@ class _Copies:
         self._pairs: dict[int, tuple[Tensor, Tensor]] = {}
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Returns the float32 copy of an argument in half precision; others unchanged."""
+        """Returns the float32 copy of an argument in half precision; any other one unchanged."""
         if tensor.dtype != self._half:
             # Some kernels of CPUs step the parameter alone, others look at both.
             is_master = any(tensor is master for master in self._master_weights.values())
@@ -343,7 +343,7 @@ def require_rounding(dtype: str) -> None:
 
 
 def rehearse(dtype: str | None) -> None:
-    """Starts to imitate a GPU's half precision on a CPU; an earlier imitation ends.
+    """Starts to imitate a GPU's half precision on a CPU; ends an earlier imitation.
 
     Args:
         dtype: ``"bfloat16"`` or ``"float16"``; None to start none.
@@ -382,7 +382,7 @@ def end_rehearsal() -> None:
 def _cast_to(goal: DType, only: Tensor | None, tensor: Tensor) -> Tensor:
     """Returns an operand of an operation after automatic casts to the dtype ``goal``.
 
-    ``only`` is the one operand that the casts change; None if they change all.
+    ``only`` is the one operand that the casts change; None if they change all operands.
     """
     if only is not None and tensor is not only:
         return tensor

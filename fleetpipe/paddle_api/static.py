@@ -103,7 +103,7 @@ def found_tensor(scope: Scope, name: str) -> ScopeTensor | None:
 
 
 def lengths_of(tensor: Any) -> list[list[int]]:
-    """Returns the lengths of the sequences in a ``LoDTensor`` of 2.6.2, by level; else []."""
+    """Returns the sequence lengths in a ``LoDTensor`` of Paddle 2.6.2, by level; else []."""
     lengths = getattr(tensor, "recursive_sequence_lengths", list)
     return list(lengths())
 
@@ -199,7 +199,7 @@ def program_within(program: Any) -> Any:
 
 
 def is_parsed_from(program: Program, description: bytes) -> bool:
-    """Returns whether ``description`` is the serialized form of a program, an older Program."""
+    """Returns whether an older Program was parsed from ``description``, its serialized form."""
     return not is_pir(program) and bool(program.desc.serialize_to_string() == description)
 
 
@@ -216,7 +216,7 @@ def has_step_of_its_own(optimizer: Optimizer) -> bool:
 
 
 def unwrap_recompute(optimizer: Optimizer) -> tuple[Optimizer, list[Variable | str] | None, bool]:
-    """Returns the optimizer inside Paddle's ``RecomputeOptimizer``, and that one's options.
+    """Returns the optimizer inside Paddle's ``RecomputeOptimizer``, and the options of recompute.
 
     Returns:
         The wrapped optimizer; the checkpoints of recompute; and whether these are stored on another

@@ -227,7 +227,7 @@ def leaf_on_same_memory(tensor: Tensor) -> Tensor:
 def take_gradient(parameter: Tensor) -> Tensor | None:
     """Removes the gradient of a parameter and returns it, without a copy; None without one.
 
-    That is ``main_grad``, the float32 gradient, if the parameter has one. A gradient of selected
+    The gradient is ``main_grad``, in float32, if the parameter has one. A gradient of selected
     rows is returned, but not removed.
     """
     main_grad = getattr(parameter, "main_grad", None)
@@ -273,7 +273,7 @@ class NoNumbersError(StateError):
 
 
 class ElsewhereParameter(_framework.EagerParamBase):
-    """A parameter whose values another rank has: methods that need values raise an error.
+    """A parameter whose values only another rank has: methods that need values raise an error.
 
     Paddle itself would read nothing, or raise an error that names neither parameter nor cause.
     """
@@ -423,8 +423,8 @@ def route_grad_hooks(
     """Makes ``tensor.register_hook``, and ``remove`` of its result, call other functions.
 
     Args:
-        put: Called as :data:`put_grad_hook`.
-        remove: Called as :data:`remove_grad_hook`.
+        put: Called with a tensor and a hook on its gradient; returns a number for the hook.
+        remove: Called with the tensor and that number; returns whether it removed a hook.
     """
     _Tensor._register_grad_hook = put
     _Tensor._remove_grad_hook = remove
@@ -461,7 +461,7 @@ def watch_pylayers(
 def next_hook_number(parameter: Tensor) -> int:
     """Returns the number that a new hook on the gradient of ``parameter`` gets.
 
-    It registers one and removes it. Paddle numbers the hooks of a parameter from 0, and uses no
+    It registers a hook and removes it. Paddle numbers the hooks of a parameter from 0, and uses no
     number twice.
     """
     number = put_grad_hook(parameter, _ignore_gradient)

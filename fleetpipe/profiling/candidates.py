@@ -217,8 +217,8 @@ class PlanTask:
             layer: The first layer of the next stage.
 
         Returns:
-            The seconds for which they keep each of the two ranks busy, and the latency of a value
-            and its gradient; both are 0 if the stages are on one rank.
+            The seconds for which the transfers keep each of the two ranks busy, and the latency of
+            a value and its gradient; both are 0 if the stages are on one rank.
         """
         if not 0 < layer < self.stages.count or shape.rank_of(stage_before) == shape.rank_of(
             stage_before + 1
@@ -233,7 +233,7 @@ class PlanTask:
     def _bytes_under_1f1b(self, parts: int, stage: int, start: int, end: int) -> float:
         """Returns the bytes that stage ``stage`` of ``parts`` uses under 1F1B.
 
-        It consists of the layers ``start`` to ``end - 1``.
+        The stage consists of the layers ``start`` to ``end - 1``.
         """
         parameters, gradients, buffers = self.stages.static(start, end)
         forwards = min(self.micro_batches, parts - stage)

@@ -103,7 +103,7 @@ class LayerCost:
         exchanges: Number of exchanges of its F and B with other ranks of the stage, as of experts
             along ep and attention along sep and cp.
         exchanged: Bytes that F and B send in these exchanges.
-        expert_share: The share of its times in which its experts compute.
+        expert_share: The part of its times, 0 to 1, in which its experts compute.
         expert_parameters: Bytes of ``parameters`` that are of experts.
         routed: Bytes of the tokens that go to experts.
         queries: Bytes of the queries of its attention.

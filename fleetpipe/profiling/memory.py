@@ -38,7 +38,7 @@ def read_bytes(value: object) -> float:
     """Reads a number of bytes from a number or from a text such as ``"2GiB"`` or ``"500MB"``.
 
     Raises:
-        ConfigError: It is neither of them, or not above 0.
+        ConfigError: The value is neither, or not above 0.
     """
     number = math.nan
     if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -133,7 +133,7 @@ def peak_bytes(
         schedule: The schedule that runs.
         stages: The costs of its stages.
         optimizer_copies: Tensors of the size of a gradient in the optimizer's state.
-        slices: As for :func:`activation_peak`.
+        slices: For each slice of a micro-batch, the costs of each stage; empty without slices.
     """
     return tuple(
         static_bytes([stages[s] for s in schedule.placement.stages_of(rank)], optimizer_copies)

@@ -244,7 +244,7 @@ def fastest_cut(
 ) -> tuple[Boundaries, tuple[StageCost, ...]]:
     """Returns the cut whose slowest stage is fastest, and the costs of its stages. Runs nothing.
 
-    :func:`plan` begins its search with the same one: see :meth:`PlanTask.fastest_cut`.
+    :func:`plan` begins its search with this cut.
 
     Args:
         profile: The costs of the layers.

@@ -182,8 +182,8 @@ class Profile:
         """Returns this profile with other links, such as those of the machines to plan for.
 
         Args:
-            links: As the attribute ``links``.
-            exchange: As the attribute ``exchange``; None for the profile's own.
+            links: One for all edges between ranks, or one from each rank to the next.
+            exchange: The link of exchanges among the ranks of a stage; None for the profile's own.
         """
         return replace(self, links=links, exchange=exchange or self.exchange)
 
@@ -208,8 +208,8 @@ class Profile:
         if degrees == self.degrees:
             return self
         # Without a link of exchanges, the times of layers include them.
-        within = self.link(0) if self.exchange == _FREE_LINK else _FREE_LINK
-        costs = costs_at(self.layers_and_loss, self.degrees, degrees, self.transfer, within)
+        included = self.link(0) if self.exchange == _FREE_LINK else _FREE_LINK
+        costs = costs_at(self.layers_and_loss, self.degrees, degrees, self.transfer, included)
         count = len(self.layers)
         return replace(
             self,

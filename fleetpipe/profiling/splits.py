@@ -80,7 +80,7 @@ class _Exchanged(NamedTuple):
 
 
 def _exchanges_at(layer: LayerCost, measured: LayerDegrees, degrees: LayerDegrees) -> _Exchanged:
-    """Returns the exchanges of a layer, measured at some degrees, at other degrees."""
+    """Returns a layer's exchanges at ``degrees``; its sizes were measured at other degrees."""
     ep, sep, cp = degrees
     routed, queries, keys = (
         size * measured.sequences / degrees.sequences
@@ -118,24 +118,23 @@ def costs_at(
     measured: LayerDegrees,
     degrees: LayerDegrees,
     transfer: Transfer,
-    within: Link,
+    included_link: Link,
 ) -> list[LayerCost]:
-    """Returns the costs of layers at other degrees than the measured ones.
-
-    The latency of exchanges is left out.
+    """Returns the costs of layers at other degrees, without the time of exchanges on links.
 
     Args:
         layers: The measured costs.
         measured: The degrees at which they were measured.
         degrees: The wanted degrees.
-        transfer: The time that a message keeps a rank busy.
-        within: The link of exchanges whose time the measured costs include.
+        transfer: The seconds for which a message keeps the sending and the receiving rank busy.
+        included_link: The link of the exchanges among a stage's ranks, if ``layers`` include the
+            time that values travel on it; else a link that takes no time.
 
     Raises:
         ConfigError: Some layer cannot have these degrees, or its costs say nothing about them.
     """
     _require_possible(layers, measured, degrees)
-    subtracted = Link(-within.latency, -within.per_byte)
+    subtracted = Link(-included_link.latency, -included_link.per_byte)
     bare = [layer.with_exchanges(subtracted) for layer in layers]
     return [_cost_at(layer, measured, degrees, transfer) for layer in bare]
 
@@ -143,7 +142,7 @@ def costs_at(
 def _cost_at(
     layer: LayerCost, measured: LayerDegrees, degrees: LayerDegrees, transfer: Transfer
 ) -> LayerCost:
-    """Returns the costs of one layer, without the time of exchanges, at other degrees."""
+    """Returns the costs of one layer at other degrees, as :func:`costs_at` does."""
     part = measured.sequences / degrees.sequences
     more = _load_of_busiest_rank(layer, degrees.ep) / _load_of_busiest_rank(layer, measured.ep)
     before = _exchanges_at(layer, measured, measured)
@@ -215,7 +214,7 @@ def balanced(lengths: Sequence[int], times: Sequence[float], slices: int) -> tup
 
     Args:
         lengths: The number of positions of each measured slice, in order.
-        times: How long each took, forward and backward.
+        times: The seconds that each took, forward and backward.
         slices: The number of slices to cut into.
 
     Raises:

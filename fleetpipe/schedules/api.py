@@ -72,7 +72,7 @@ class Schedule(ScheduleRows):
         Args:
             costs: What each action costs; None means F = I = W = 1, B = 2, no latency. One figure
                 for all stages leaves out the loss after a head, which then takes no time.
-            edges: As for :meth:`verify`.
+            edges: Values that pass between stages; None means a chain of stages.
 
         Raises:
             ScheduleError: The schedule is incomplete or deadlocks.
@@ -84,7 +84,7 @@ class Schedule(ScheduleRows):
         """Returns the plan that the engine runs: sends, receives and releases put in.
 
         Args:
-            edges: As for :meth:`verify`: None means that each stage sends one value to the next.
+            edges: Values that pass between stages; None means one from each stage to the next.
 
         Raises:
             ScheduleError: The schedule is incomplete or deadlocks.

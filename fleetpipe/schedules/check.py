@@ -51,7 +51,7 @@ def verify(
     memory_cap: float | None = None,
     costs: Costs | None = None,
 ) -> None:
-    """Raises the error of a schedule that cannot run; see ``Schedule.verify``."""
+    """Raises the error of a schedule that cannot run, or exceeds a memory cap."""
     replay(schedule, edges, Costs())
     if memory_cap is not None:
         _check_memory(schedule, memory_cap, costs or Costs())
@@ -88,7 +88,7 @@ def _check_memory(schedule: ScheduleRows, cap: float, costs: Costs) -> None:
 
 
 def verify_plan(plan: PlanRows) -> None:
-    """Makes all checks of ``Plan.verify`` but that for deadlocks, which ``Plan.order`` makes."""
+    """Makes all checks of ``Plan.verify`` except that for deadlocks, which ``Plan.order`` makes."""
     try:
         verify(computations(plan), plan.edges)
     except ScheduleError as error:
@@ -146,7 +146,7 @@ class _RowChecker:
             self.needs["W", stage] = ()
 
     def _add_marks(self, subject: int | Edge, *kinds: str) -> None:
-        """Adds marks for operations on a stage or an edge, by kind: a 0 for each micro-batch."""
+        """Adds to :attr:`marks` the kinds of operations on a stage or edge, as not seen yet."""
         for kind in kinds:
             self.marks[kind, subject] = bytearray(self.plan.units)
 
@@ -438,7 +438,7 @@ def _describe_position(plan: PlanRows, rank: int, position: int) -> str:
 
 
 def _describe_wait(plan: PlanRows, positions: list[int], rank: int, peer: int) -> str:
-    """Returns in words that a rank waits for rank ``peer``, and at which operations both stand."""
+    """Returns in words that a rank waits for rank ``peer``, and which operations both are at."""
     ended = positions[peer] == len(plan.ops[peer])
     there = "at its end" if ended else f"at #{positions[peer]} {plan.ops[peer][positions[peer]]}"
     here = f"rank {rank} at #{positions[rank]} {plan.ops[rank][positions[rank]]}"

@@ -46,13 +46,13 @@ _Rows = TypeVar("_Rows", bound=ScheduleRows)
 
 
 def without_fusion(schedule: _Rows) -> _Rows:
-    """Returns a schedule whose fused actions run one by one, so that none waits for another."""
+    """Returns a schedule whose fused actions run one by one, each once its own inputs are there."""
     return replace(schedule, actions=tuple(tuple(flatten(row)) for row in schedule.actions))
 
 
 @shows("rank", "head", "cap")
 class Envelope:
-    """The entries that one rank may run next, in one batch.
+    """Which entries of its row, an action or fused actions each, one rank may run next in a batch.
 
     Attributes:
         rank: The rank.
@@ -77,8 +77,9 @@ class Envelope:
             schedule: A schedule that has been verified for these edges and this cap.
             rank: The rank.
             edges: Values that pass between stages; None means the chain.
-            memory_cap: As for ``Schedule.verify``; None: the peak of the rank's own row.
-            costs: As for ``Schedule.verify``.
+            memory_cap: The most that the rank may hold, in bytes if ``costs`` has bytes, else in
+                forwards of one stage; None: the peak of the rank's own row.
+            costs: The memory of the stages; times do not matter.
             shared: Whether stages of the rank share a parameter or a buffer.
         """
         in_bytes = costs is not None and costs.bytes is not None

@@ -40,7 +40,7 @@ class PlacementShape(NamedTuple):
     repeats: bool
 
     def allows(self, chunks: int) -> bool:
-        """Whether each rank can have this number of chunks, since they are whole rounds."""
+        """Whether each rank can have this number of chunks: whether they make whole rounds."""
         return chunks % self.chunks == 0 if self.repeats else chunks == self.chunks
 
     def round_up(self, chunks: int = 1) -> int:

@@ -265,7 +265,7 @@ def build_verified(
     """Builds a schedule by name and verifies it, against a memory cap and the model's edges too.
 
     Args:
-        name: As for :func:`build`.
+        name: The name of the schedule, or an alias.
         ranks: Ranks of the pipeline, p.
         micro_batches: Micro-batches of a batch, m.
         chunks: Model parts of each rank, v; None for the schedule's own default.

@@ -372,7 +372,7 @@ class Timeline:
 def simulate(
     schedule: ScheduleRows, costs: Costs | None = None, edges: Iterable[Edge] | None = None
 ) -> Timeline:
-    """Returns the timeline of a schedule; see ``Schedule.simulate``."""
+    """Returns when each action of a schedule begins and ends, with the bubble and the memory."""
     placement = schedule.placement
     costs = (costs or Costs()).without_loss(placement)
     costs.check_stages(placement.stages)
@@ -399,7 +399,7 @@ def simulate(
 
 
 def lower(schedule: ScheduleRows, edges: Iterable[Edge] | None = None) -> PlanRows:
-    """Returns the plan of a schedule; see ``Schedule.lower``.
+    """Returns the plan of a schedule: its actions with sends, receives and releases put in.
 
     All entries of all ranks are put into one linear order, that of their simulated ends, and every
     transfer is written into both its ranks' rows at one place of that order. So all rows follow one
@@ -441,7 +441,7 @@ def lower(schedule: ScheduleRows, edges: Iterable[Edge] | None = None) -> PlanRo
 class _PlanWriter:
     """The rows of a plan that is being written, and the operations that follow each action.
 
-    These are created for all micro-batches at once, since creating millions of them one by one
+    Operations are created for all micro-batches at once, since creating millions of them one by one
     would take most of the time.
 
     Attributes:

@@ -190,20 +190,20 @@ class View:
     def await_any(
         self, messages: Sequence[tuple[int, MessageKey]], timeout: float, patience: float
     ) -> None:
-        """Waits for any of some messages; see :class:`AnyOrderTransport`, which it must view."""
+        """Waits until one of several messages has come; the transport is an AnyOrderTransport."""
         transport = cast("AnyOrderTransport", self._transport)
         renumbered = [(self._transport_rank(peer, key), key) for peer, key in messages]
         transport.await_any(renumbered, timeout, patience)
 
     def flush(self, timeout: float) -> None:
-        """Waits until all messages of the whole transport have left."""
+        """Waits until all messages of the transport under this view have left."""
         self._transport.flush(timeout)
 
     def close(self) -> None:
-        """Does nothing: the connections are the transport's."""
+        """Does nothing: the connections belong to the transport under this view."""
 
     def _transport_rank(self, peer: int, key: MessageKey) -> int:
-        """Returns the rank in the transport of the view's rank ``peer``; errors name ``key``.
+        """Returns the transport's number of the rank ``peer`` of this view; errors name ``key``.
 
         Raises:
             TransportError: ``peer`` is not another rank of the view.
@@ -216,8 +216,8 @@ class View:
 class Limit:
     """The time limit of one wait, which starts again if the process was stopped.
 
-    The wait asks at least every ``LOOK_SECONDS``. A gap of more than ``STOPPED_SECONDS`` means that
-    the process was stopped or had other work.
+    The wait asks for the time left at least every ``LOOK_SECONDS``. A gap of more than
+    ``STOPPED_SECONDS`` means that the process was stopped or had other work.
     """
 
     def __init__(self, seconds: float) -> None:

@@ -135,7 +135,7 @@ def secret_of_run(secret: bytes, namespace: str, token: str) -> bytes:
 def connecting_side(
     secret: bytes, rank: int, peer: int, ranks: int, stream: int = 0, attempt: int = 0
 ) -> Exchange:
-    """Runs the handshake at the end that connected, as a generator; see the module.
+    """Runs the handshake at the end that connected: yields what to send, and gets the answers.
 
     Args:
         secret: The run's secret.
@@ -164,7 +164,7 @@ def connecting_side(
 def accepting_side(
     secret: bytes, rank: int, ranks: int, streams: int = 1, attempt: int = 0
 ) -> Exchange:
-    """Runs the handshake at the end that accepted a connection, as a generator; see the module.
+    """Runs the handshake at the end that accepted: yields what to send, and gets the answers.
 
     Args:
         secret: The run's secret.

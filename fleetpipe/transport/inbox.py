@@ -109,7 +109,7 @@ class _Channel:
     """
 
     def __init__(self, header: Header, name: str, structure: Structure) -> None:
-        """Takes the structure that ``header`` announces for the edge ``name``."""
+        """Stores the structure that ``header`` announces for the edge ``name``."""
         self.key = (chr(header.kind), header.source, header.target, name)
         self.header = (*header[1:4], header.structure, structure.nbytes)
         self.structure = structure

@@ -46,7 +46,7 @@ class Task(Protocol):
     """A transfer under way, as Paddle returns it."""
 
     def wait(self) -> object:
-        """Makes later computations wait for the transfer; with Gloo, waits itself."""
+        """Makes later computations wait for the transfer; with Gloo, this call itself waits."""
 
     def is_completed(self) -> bool:
         """Returns whether the transfer is over."""
@@ -189,11 +189,11 @@ class Outgoing:
         )
 
     def _structure_of(self, route: Route, tree: Tree) -> tuple[int, Structure, str]:
-        """Returns a channel's number, the value's structure, and an announcement if it changed.
+        """Returns a channel's number, the value's structure, and an announcement of a changed one.
 
         Args:
             route: The message.
-            tree: The structure of its value.
+            tree: The structure of its value, as nested tuples.
 
         Returns:
             The number, the structure, and the announcement's text; "" if the peer knows the

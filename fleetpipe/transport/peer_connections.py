@@ -103,7 +103,7 @@ def join(
     streams: int = 1,
     attempt: int = 0,
 ) -> list[Joined]:
-    """Connects this rank to all others. Collective; see :func:`sockets.connect`.
+    """Connects this rank to all others. Collective over the ranks.
 
     Args:
         rank: This process's rank.
@@ -113,7 +113,7 @@ def join(
         timeout: Seconds for all ranks to arrive.
         address: This host's address as other hosts reach it.
         force_tcp: Use TCP within a host too.
-        streams: Connections between each two ranks, the same number on all.
+        streams: Number of connections between each two ranks, the same on all.
         attempt: Number of times that the job was started; a rank with another number is refused.
 
     Returns:

@@ -64,7 +64,7 @@ class ProcessGroupTransport:
         self.connect_again(outgoing, incoming)
 
     def connect_again(self, outgoing: Mapping[int, Lane], incoming: Mapping[int, Lane]) -> None:
-        """Takes over new lanes after the earlier ones ended; see the constructor."""
+        """Takes over new lanes to and from each neighbour, after the earlier ones have ended."""
         self.messages = self.announcements = self.bytes_sent = 0
         self._outgoing = {
             peer: (Outgoing if lane.interrupt is None else ThreadedOutgoing)(self.rank, lane)

@@ -379,18 +379,18 @@ class SocketTransport:
                     fix="see where that rank is; raise the timeout if it only needs longer",
                 )
 
-    def _wait(self, limit: Limit, awaited: Sequence[int] = (), most: float = math.inf) -> bool:
+    def _wait(self, limit: Limit, awaited: Sequence[int] = (), longest: float = math.inf) -> bool:
         """Sleeps until something arrives or leaves; reads messages of other peers meanwhile.
 
         Args:
             limit: The limit of the caller's wait.
             awaited: Peers whose messages the caller reads itself.
-            most: Seconds, above 0, after which the sleep ends in any case.
+            longest: Seconds, above 0, after which the sleep ends in any case.
 
         Returns:
             False if the limit is reached.
         """
-        nap = min(limit.nap(), most)
+        nap = min(limit.nap(), longest)
         if not nap:
             return False
         for connection in list(self._full):
@@ -465,8 +465,8 @@ class SocketTransport:
             alternatives: The number of other messages that would have ended the wait too.
         """
         got = f"from rank {peer}: {self._connections[peer].inbox.summary()}"
-        instead = f", or one of {alternatives} others that it could go on with" * (alternatives > 0)
-        return message_timeout(Route(key, peer, self.rank), timeout, instead, got)
+        text = f", or one of {alternatives} others that it could go on with" * (alternatives > 0)
+        return message_timeout(Route(key, peer, self.rank), timeout, text, got)
 
     def _wake(self) -> None:
         """Ends the present sleep of the waiting thread; any thread may call it."""
@@ -475,21 +475,21 @@ class SocketTransport:
 
 
 def message_timeout(
-    route: Route, timeout: float, instead: str = "", got: str | None = None
+    route: Route, timeout: float, alternatives: str = "", got: str | None = None
 ) -> PipelineTimeout:
     """Returns the error that a message did not come within a limit.
 
     Args:
         route: The message.
         timeout: The limit in seconds.
-        instead: A text about other messages that would have ended the wait too.
+        alternatives: A text about other messages that would have ended the wait too.
         got: A text about what has arrived from the sender.
     """
     peer = route.source
     return PipelineTimeout(
         f"rank {route.target} waited {timeout:g} s for a message of rank {peer}",
         where=str(route),
-        expected=f"{describe(route.key)} to arrive{instead}",
+        expected=f"{describe(route.key)} to arrive{alternatives}",
         got=got,
         cause=f"rank {peer} is computing, is stuck or stopped, or follows another schedule",
         fix=f"see where rank {peer} is; raise the timeout if it only needs longer",

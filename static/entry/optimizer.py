@@ -365,7 +365,7 @@ class DataLoader:
         """Creates a loader with Paddle's arguments.
 
         Args:
-            feed_list: As for the class.
+            feed_list: Results of ``paddle.static.data``, in the order of the entries of a sample.
             capacity: Ignored.
             use_double_buffer: Ignored.
             iterable: Must be False; otherwise pass an iterator as ``feed``.

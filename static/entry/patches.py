@@ -320,7 +320,7 @@ def _begin_average(
 
 
 def install() -> None:
-    """Installs the hooks; does nothing if they are installed. ``fleet.init`` calls it."""
+    """Replaces functions of Paddle's, once; ``fleet.init`` calls it."""
     if _undo:
         return
     for place, name, replacement in replacements():
@@ -336,7 +336,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Removes the hooks; ``fleet.shutdown`` calls it."""
+    """Restores the functions of Paddle's; ``fleet.shutdown`` calls it."""
     while _undo:
         _undo.pop()()
 

@@ -93,7 +93,7 @@ def append_backward(
         forward: The stage.
         split: The cut.
         stage: The number of the stage.
-        loss: The number of the loss as a value, and the gradient of the loss.
+        loss: The number of the loss among the program's values, and the gradient of the loss.
 
     Returns:
         The variables that have the gradients after the backward.

@@ -81,7 +81,7 @@ class PirReader:
     """
 
     def __init__(self, program: Program) -> None:
-        """Describes ``program``, which must have no backward."""
+        """Reads the description of ``program``, which must have no backward."""
         self._program = program
         #: The result of each value, by number: the index of the operation, and the position.
         self._result_by_number: list[tuple[int, int]] = []

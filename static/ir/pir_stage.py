@@ -80,11 +80,11 @@ class PirStage:
         self._saved, self._recomputed = self._values_from_forward()
 
     def incoming(self, value: int) -> str:
-        """Names the variable from which the stage reads a value of an earlier stage."""
+        """Returns the name of the variable from which this stage reads an earlier stage's value."""
         return self._split.names.incoming(self._stage, value)
 
     def outgoing(self, value: int) -> str:
-        """Names the variable in which the stage puts a value that it computes."""
+        """Returns the name of the variable in which this stage puts a value that it computes."""
         return self._split.names.outgoing(self._stage, value)
 
     def cut(self, exports: Iterable[int], kinds: Collection[str] = ("B",)) -> NativePrograms:
@@ -201,7 +201,7 @@ class PirStage:
         return pir_values.placeholder(name, like)
 
     def add(self, parts: Sequence[Variable]) -> Variable:
-        """Returns the sum of gradients, added in their order."""
+        """Returns the sum of the gradients ``parts``, added in their order."""
         return functools.reduce(pir_operations.add, parts)
 
     def add_to(self, total: Variable, grad: Variable) -> None:
@@ -234,7 +234,7 @@ class PirStage:
                 )
 
     def _values_from_forward(self) -> tuple[list[int], set[int]]:
-        """Finds the values that backward takes from forward.
+        """Returns the values that backward takes from forward, and what it computes again.
 
         Returns:
             The numbers of these values, and the ids of the operations that backward computes again.
@@ -282,9 +282,9 @@ class PirStage:
         )
 
     def _is_recomputed(self, op: Op, value: Variable) -> bool:
-        """Returns whether backward recomputes ``value`` of ``op``: the script asks for recompute.
+        """Returns whether backward recomputes ``value``, a result of ``op``, as the script asks.
 
-        Random values are not drawn again, and values that are changed in place are stored.
+        It does not recompute random values, and values that are changed in place.
         """
         checkpoints = self._split.checkpoints
         if checkpoints is None or self._numbers[pir_values.location(value)] in checkpoints:
@@ -364,7 +364,7 @@ class PirStage:
     def _keep_only(self, copy: _Copy, indices: Collection[int]) -> None:
         """Reduces a copy to some operations of its backward, and what they need of the forward.
 
-        Values of the forward are read from variables, or computed again.
+        Values of the forward are read from variables of the scope, or computed again.
 
         Args:
             copy: The copy, which changes.

@@ -139,7 +139,7 @@ def is_constant(op: Op) -> bool:
 
 
 def in_place_operands(op: Op) -> dict[int, int]:
-    """Returns which operands an operation changes in place.
+    """Returns which operands an operation changes in place, by position.
 
     Returns:
         By the position of a result that reuses an operand's memory, the position of that operand;
@@ -286,8 +286,8 @@ class DividedBackward(NamedTuple):
 def skip_unused_results(ops: Iterable[Op]) -> None:
     """Makes operations compute only those of their results that are used; changes them in place.
 
-    It changes the operations of ``ops`` that can do that, :data:`DIVISIBLE`: an unused result gets
-    the type of no value, and Paddle does not compute it.
+    Only operations in :data:`DIVISIBLE` can do that: an unused result gets the type of no
+    value, and Paddle does not compute it.
     """
     nothing = pir.fake_value().type()
     for op in ops:
@@ -300,8 +300,8 @@ def skip_unused_results(ops: Iterable[Op]) -> None:
 def reuse_gradient_of_sum(ops: Sequence[Op], forward: Collection[int]) -> None:
     """Replaces the gradient of ``x`` in ``x + bias`` by the gradient of the sum, its equal.
 
-    They are equal if the bias is broadcast and ``x`` is not. Otherwise both would be stored from I
-    to W.
+    The two gradients are equal if the bias is broadcast and ``x`` is not. Without this, both would
+    be stored from I to W.
 
     Args:
         ops: The operations of the stage's program.
@@ -325,7 +325,7 @@ class BackwardGraph:
     """
 
     def __init__(self, ops: Sequence[Op], forward: Collection[int]) -> None:
-        """Finds the operations of the backward, and which of them take which results.
+        """Stores the operations of the backward, and for each result those that take it.
 
         Args:
             ops: The operations of the stage's program.
@@ -448,7 +448,7 @@ class BackwardGraph:
     def _can_skip_results(
         self, index: int, inputs: Collection[int], for_weights: Collection[tuple[int, int]]
     ) -> bool:
-        """Returns whether both halves of a backward can run an operation, for other results each.
+        """Returns whether each half of a backward can run an operation for different results.
 
         ``inputs`` are the operations that compute input gradients, ``for_weights`` their results
         that gradients of parameters are computed from.
@@ -466,7 +466,8 @@ class BackwardGraph:
     ) -> bool:
         """Returns whether only gradients of parameters, no input gradients, need a result.
 
-        The arguments are as for :meth:`_can_skip_results`.
+        ``inputs`` are the operations that compute input gradients, ``for_weights`` their results
+        that gradients of parameters are computed from.
         """
         taken = any(user in inputs for user in self._users[result])
         return not taken and result not in for_weights

@@ -104,7 +104,7 @@ class Recipe:
         shared: Names of the tied parameters, which several ranks of the pipeline train, sorted.
         counted: Names of the parameters that this process counts in the global norm; a tied one is
             counted on one of its ranks.
-        limit: The limit of the global norm if the ranks clip together, else None.
+        limit: The largest global norm of gradients if the ranks clip together, else None.
         job: The job.
         trace: The trace that records steps; None for no trace.
     """
@@ -122,7 +122,7 @@ class Recipe:
     trace: Trace | None
 
     def fetched(self, fetches: Iterable[int], stage: int) -> list[int]:
-        """Returns those of the values ``fetches`` that a stage computes, ascending."""
+        """Returns the values in ``fetches``, by number, that a stage computes, ascending."""
         stage_of_value = self.split.stage_of_value
         return sorted(number for number in fetches if stage_of_value[number] == stage)
 

@@ -158,7 +158,7 @@ def _as_dict(feed: object) -> Mapping[str, Any]:
 def _checked_array(name: str, value: object, declared: Declared) -> np.ndarray:
     """Returns a feed as an array; refuses another dtype than the declared one.
 
-    Only Python numbers are converted to it.
+    Only Python numbers are converted to the declared dtype.
     """
     if isinstance(value, (paddle.Tensor, DenseTensor)):
         if lengths_of(value):

@@ -75,7 +75,7 @@ class StaticPipeline:
             job: The job whose ranks run it.
             config: The options.
             optimizer: The user's optimizer.
-            loss: The number of the loss as a value, and its gradient in a micro-batch.
+            loss: The number of the loss among the program's values, and the loss's gradient.
 
         Raises:
             ConfigError: A pipeline cannot run the program or the optimizer, or the ranks have built
@@ -285,7 +285,7 @@ class StaticPipeline:
     def _sharing_errors(self, where: Callable[[], str]) -> Iterator[None]:
         """Opens a context in which an error of this rank is raised on all ranks too.
 
-        The others may wait for this rank. The death of another rank is noticed only in the batch,
+        Other ranks may wait for this one. The death of another rank is noticed only in the batch,
         which can run again.
 
         Args:

@@ -176,8 +176,8 @@ def _edge_variables(
 ) -> tuple[EdgeNames, EdgeNames, EdgeNames, EdgeNames]:
     """Returns the names of the variables on a stage's incoming and outgoing edges.
 
-    They are those of the incoming values, of the outgoing values, of the gradients of the outgoing
-    values, and of the gradients of the incoming values.
+    Returns four dicts by edge: the variables of the incoming values, of the outgoing values, of the
+    gradients of the outgoing values, and of the gradients of the incoming values.
     """
     crossing, differentiable = split.crossing, split.graph.differentiable
     incoming = sorted(edge for edge in crossing if edge.target == stage)
@@ -240,7 +240,7 @@ class StaticStage:
         self.fetched = {}
 
     def forward(self, stage: int, micro_batch: int, inputs: Values) -> Values:
-        """Runs the forward on the values of incoming edges and the feed; returns its outputs."""
+        """Runs the forward on the values of incoming edges and the feed; returns those to send."""
         runner = self._runners[stage]
         for edge, tensors in runner.inputs.items():
             for tensor, value in zip(tensors, inputs[edge]):

@@ -43,7 +43,7 @@ _CHANGE_SECONDS = 2.0
 
 
 def make_record(batch: Any, before: Any, generators: Any) -> Record:
-    """Returns the record of a ``TrainingBatch`` that has not run.
+    """Returns digests of a training batch that has not run, to compare a repetition with.
 
     Args:
         batch: The batch, or a ``ProgramBatch``.
@@ -79,16 +79,16 @@ def read_records(directory: Path) -> Records:
 
 
 def find_record(earlier: Records, now: Mapping[int, Record], rank: int, step: int) -> Record | None:
-    """Returns the record that a rank's batch must have in a step; None if it cannot be told.
+    """Returns the record that a rank's batch must have in a step; None if it is unknown.
 
-    If the rank died before it had begun the step, each digest is taken from a rank that had the
-    same digest as it in the step before, since these ranks read the same.
+    If the rank died before it began the step, each digest is that of a rank with the same digest in
+    the step before, since such ranks read the same data.
 
     Args:
         earlier: The records of all ranks, from before the death.
         now: The records of the other ranks in the step.
         rank: The rank.
-        step: The step, as the number of steps before it.
+        step: The number of steps before the step.
     """
     of_rank = earlier.get(rank, {})
     before = _last_step_before(of_rank, step)
@@ -150,7 +150,7 @@ class ReplayableIterator:
 
 
 class StepCall(NamedTuple):
-    """The position of a collective call in the script; the same call has the same one on all ranks.
+    """The position of a collective call in the script, by which ranks recognize the same call.
 
     Attributes:
         step: The number of steps before.
@@ -188,7 +188,7 @@ class Healing:
         Args:
             job: The job.
             run: The run of the script, the result of ``fleetpipe.resume``.
-            kept: The states after its last steps.
+            kept: The stored states after the last steps of the run.
             directory: The directory of the attempt's files.
             model: The model that is kept.
             manager: Saves the run's checkpoints.
@@ -226,11 +226,11 @@ class Healing:
         job.be_patient()
 
     def refuse(self, why: str) -> None:
-        """Refuses to heal from now on, because of ``why``; the first reason counts."""
+        """Lets a death restart the whole job from now on; the first reason ``why`` counts."""
         self._reason_against = self._reason_against or why
 
     def follow(self, model: Any, scaler: Any, guards: int, drawn: bool) -> None:
-        """Refuses to heal from now on if a batch cannot be repeated; see ``Recovery``."""
+        """Lets a death restart the whole job from now on, if the model's batches cannot repeat."""
         if model is not self._model:
             self.refuse("another model trains than the one that is kept")
         if self._last_batch is not None and self._last_batch.call.step == self._run.step:
@@ -245,7 +245,7 @@ class Healing:
     def train(self, begin: Callable[[Any], Any], data: Any, optimizer: Any) -> Any:
         """Trains ``begin(data)`` and returns it; trains again after the death of a rank.
 
-        Collective. It returns when every rank has done the step: until then each can go back.
+        Collective. Returns when every rank has done the step: until then each can go back.
 
         Args:
             begin: Returns a ``TrainingBatch`` of the data.
@@ -284,7 +284,7 @@ class Healing:
 
         Args:
             batch: The batch, with what is needed to run it again.
-            begun: What its ``begin`` returned.
+            begun: The result of the batch's ``begin``.
         """
         records = self._require_same_call(batch.call, batch.record)
         if self._has_yet_to_join:
@@ -303,8 +303,8 @@ class Healing:
         Args:
             what: What the call does, in words.
             act: Makes the call.
-            pass_over: Called after the result is known, on every rank; see ``Job.share``. None: the
-                state needs no restoring when ``act`` is called again.
+            pass_over: Called on every rank after the result is known. None: the state needs no
+                restoring when ``act`` is called again.
 
         Raises:
             CheckpointError: The ranks do different things since a process replaced another.
@@ -334,13 +334,13 @@ class Healing:
             pass_over()
         return self._results[call]
 
-    def hinder(self, why: str, alone: bool = True) -> None:
-        """Refuses to heal in the present step, which cannot be repeated; see ``Recovery``."""
-        if self.counts and not (alone and self._in_shared_call):
+    def forbid_healing(self, why: str, allowed_in_share: bool = True) -> None:
+        """Marks the present step as one that cannot be repeated; see ``Recovery``."""
+        if self.counts and not (allowed_in_share and self._in_shared_call):
             self._unrepeatable = self._run.step, why
 
     def _number_call(self, action: str) -> StepCall:
-        """Returns the position of the call that the script makes now, and remembers it as the last.
+        """Returns the position of the call that the script makes now, and stores it as the last.
 
         The first call of a step drops the results of all steps before the last one.
         """
@@ -354,7 +354,7 @@ class Healing:
         return self._call
 
     def _require_same_call(self, call: StepCall, record: Record | None = None) -> list[Any]:
-        """Compares the calls of all ranks, in steps that some process repeats or joins.
+        """Compares all ranks' calls, in steps that a process repeats or in which one is new.
 
         Collective in these steps.
 
@@ -379,7 +379,7 @@ class Healing:
         return [record for *_, record in everyone]
 
     def _heal_in_step(self, error: PeerFailed | PipelineTimeout) -> None:
-        """Heals after a death within a step; see :meth:`heal`. Collective."""
+        """Heals by :meth:`heal` after a death outside of a training batch. Collective."""
         if self.heal(error):
             # The new process sends this too, after the step before.
             self._run.agree_once_more()
@@ -471,7 +471,7 @@ class Healing:
         return step < self._run.step
 
     def _kill_ranks(self, ranks: list[int]) -> None:
-        """Kills the processes of ranks that send no more, unless they are replaced already."""
+        """Kills the processes of silent ranks, except those that are replaced already."""
         processes = dict(attempt_files.started_ranks(self._directory))
         # Another rank may have killed them already, and new processes have taken their places.
         for rank in ranks if attempt_files.current_generation().number == self._number else ():
@@ -481,7 +481,7 @@ class Healing:
     def _train_last_batch_again(self, step: int) -> bool:
         """Trains the last batch again, for ranks that lack its step. Collective.
 
-        Afterwards this rank has the state from before the call, which is one step later perhaps.
+        Afterwards this rank has the state from before the call, perhaps one step later.
 
         Args:
             step: The number of steps before the batch.

@@ -47,7 +47,7 @@ POISONED = 65
 
 
 class RankPositions(NamedTuple):
-    """The positions on the host that have a rank in an attempt.
+    """Which positions of the host, such as its GPUs by number, have a rank in an attempt.
 
     Attributes:
         used: The positions that have a rank, ascending; empty if all have one.
@@ -83,14 +83,14 @@ class RankPositions(NamedTuple):
         return not self.used and rank in self.lost and step in (None, self.since)
 
     def without(
-        self, rank: int, ranks: int, left: int, step: int | None, seconds: float
+        self, rank: int, ranks: int, fewer: int, step: int | None, seconds: float
     ) -> RankPositions:
-        """Returns the positions of the next attempt; the one of a failed rank is given up.
+        """Returns the positions of the next attempt: without a failed rank's, and ``fewer`` in all.
 
         Args:
             rank: The rank whose position is given up.
             ranks: The number of ranks now.
-            left: The number of ranks in the next attempt, below ``ranks``.
+            fewer: The number of ranks in the next attempt, below ``ranks``.
             step: The step in which the rank failed.
             seconds: The seconds after which a position is tried again.
         """
@@ -98,7 +98,7 @@ class RankPositions(NamedTuple):
         used = self.used or tuple(range(ranks))
         working = tuple(position for position in used if position != used[rank])
         lost = (*self.lost, used[rank])
-        return RankPositions(working[:left], lost, max(self.total, ranks), left, step, seconds)
+        return RankPositions(working[:fewer], lost, max(self.total, ranks), fewer, step, seconds)
 
     def environment(self, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
         """Returns variables for the ranks: the number of all positions, and the GPUs to use.
@@ -338,7 +338,7 @@ def decide_next(
 def _decide_after_failure(
     attempt: Attempt, verdict: Verdict, max_restart: int, stopped_by: int | None
 ) -> EndJob | RestartJob:
-    """Decides what follows an attempt that has failed; see :func:`decide_next`."""
+    """Decides what follows a failed attempt, for :func:`decide_next` with its arguments."""
     failure = _describe_failure(attempt.number, verdict)
     if stopped_by is not None:
         line = f"asked to stop by {signal.Signals(stopped_by).name}, the job saved nothing: "

@@ -24,7 +24,7 @@ _LAST_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Order:
-    """What the supervisor sends to have an attempt run.
+    """The message by which the supervisor has an attempt run.
 
     Attributes:
         arguments: The arguments of Paddle's launcher.
@@ -64,7 +64,7 @@ class Pods:
             )
 
     def fileno(self) -> int:
-        """Returns the descriptor that becomes readable when an attempt ends."""
+        """Returns the file descriptor that becomes readable when an attempt ends."""
         return self._socket.fileno()
 
     def start(self, order: Order) -> None:

@@ -186,7 +186,7 @@ def schedule_rows(
     options: Mapping[str, object],
     head: bool = False,
 ) -> ScheduleRows:
-    """Returns the schedule of a family, or of the family that its name means for several chunks.
+    """Returns the schedule of a family, or for several chunks of its interleaved family.
 
     Args:
         name: A key of the table.

@@ -14,8 +14,8 @@ def variants(name: str, micro_batches: int, latency: float) -> list[dict[str, ob
     Args:
         name: A key of the families' table, of a family that does not cut sequences into slices.
         micro_batches: Micro-batches of a batch, m.
-        latency: The latency of a transfer, divided by the time of a forward and a backward. Groups
-            of k micro-batches in kFkB hide it if k - 1 is at least twice that; larger groups only
+        latency: The latency of a transfer, divided by the time of a forward and a backward. In
+            kFkB, groups of k micro-batches hide a latency of up to (k - 1) / 2; larger groups only
             take memory.
     """
     options = option_names_of(FAMILIES[name].rows)

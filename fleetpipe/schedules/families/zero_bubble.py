@@ -151,9 +151,9 @@ def zb_v(placement: Placement, micro_batches: int) -> list[list[Action]]:
 
 
 def _zb_v_pattern(rank: int, ranks: int, micro_batches: int) -> list[str]:
-    """Returns a rank's row as kinds and chunks such as ``F0``, without micro-batches.
+    """Returns a rank's row as tokens such as ``F0``: a kind and a chunk.
 
-    Each is the next micro-batch of its kind and chunk. There are at least 2p-1 micro-batches.
+    Each token stands for the next micro-batch of its kind and chunk; there are 2p-1 or more.
     """
     after = ranks - rank
     pattern = ["F0"] * (2 * after - 1)

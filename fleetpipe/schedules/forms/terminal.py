@@ -145,7 +145,7 @@ class _Drawing:
             yield self._style(small=self.chunks == 2, space=0)
 
     def _style(self, small: bool, space: int) -> _Style:
-        """Returns the style whose scale is the smallest at which each action has room."""
+        """Returns the style with the smallest scale at which the text of each action fits."""
         sizes = [
             (start, end, len(self.token(item, small)) + space)
             for row in self.rows()
@@ -163,7 +163,7 @@ class _Drawing:
 
         Args:
             item: The entry.
-            small: Whether the second stage of a rank is told by small letters, not by its number.
+            small: Whether small letters mark the second stage of a rank, in place of numbers.
         """
         if not isinstance(item, Action):
             return "(" + "|".join(self.token(part, small) for part in item.actions) + ")"

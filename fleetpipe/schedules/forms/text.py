@@ -65,7 +65,7 @@ def read_plan(text: str) -> PlanRows:
 def _write_document(
     form: str, value: ScheduleRows | PlanRows, rows: Sequence[Sequence[object]], *last: str
 ) -> str:
-    """Returns the text form: a header, and a line for each rank.
+    """Returns the text form of a schedule or plan: a header, and a line for each rank.
 
     ``form`` is ``_SCHEDULE`` or ``_PLAN``; ``last`` are further fields at the end of the header.
     """

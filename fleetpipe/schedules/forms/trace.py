@@ -163,12 +163,12 @@ def write_trace(
 
     Args:
         path: The file.
-        tracks: As for :func:`chrome_trace`, like the arguments that are not named here.
+        tracks: Events under a name each, such as "predicted" and "measured".
         placement: Which rank owns which stage.
         edges: Values that pass between stages.
         microseconds: For each track the microseconds in one unit of its times.
         steps: The numbers of the measured steps.
-        device: The device that they ran on.
+        device: The device that the steps ran on.
         machine: Facts about the machine, which are added under ``otherData``.
     """
     document = chrome_trace(
@@ -197,8 +197,8 @@ def chrome_trace(
             has transfers, the arrows join those.
         microseconds: For each track the microseconds in one unit of its times; by default 1000,
             which suits simulated ones. Measured ones, in seconds, take 1e6.
-        steps: The numbers of the measured steps in their run, in order; see :func:`steps_of`.
-        device: The device that they ran on, ``"cpu"`` or ``"gpu"``; see :func:`device_of`.
+        steps: The numbers of the measured steps in their run, in order.
+        device: The device that the steps ran on, ``"cpu"`` or ``"gpu"``.
 
     Returns:
         A value for :func:`json.dumps`.
@@ -227,7 +227,7 @@ def tracks_of(document: Any) -> dict[str, list[Event]]:
     """Returns the events of each track by its name, in seconds; a single track has the name "".
 
     Raises:
-        LookupError, TypeError, ValueError, AttributeError: It is no such trace.
+        LookupError, TypeError, ValueError, AttributeError: ``document`` is no such trace.
     """
     entries = document["traceEvents"]
     names = {
@@ -251,14 +251,14 @@ def tracks_of(document: Any) -> dict[str, list[Event]]:
 
 
 def _seconds(microseconds: Any) -> float:
-    """Converts a time of a trace to seconds; raises ValueError or TypeError for no time."""
+    """Converts a trace's time to seconds; raises ValueError or TypeError if it is no number."""
     if not abs(microseconds) < 1e18:
         raise ValueError(f"{microseconds} is no time")
     return float(microseconds / MICROSECONDS_PER_SECOND)
 
 
 def steps_of(document: Mapping[str, Any], count: int, first: int = 1) -> Sequence[int]:
-    """Returns the numbers of a trace's measured steps, counted from the beginning of their run.
+    """Returns the numbers of a trace's measured steps, counted from the beginning of the run.
 
     Args:
         document: The trace.
@@ -403,8 +403,8 @@ def _transfers_between_ranks(
 ) -> list[tuple[str, Event, Event]]:
     """Returns each value sent between ranks: its name, and the events that sent and received it.
 
-    Without measured transfers these are the actions that made and took it. If several steps have
-    events of one name, the n-th that sent belongs to the n-th that received.
+    Without measured transfers the events are the actions that made and took the value. If several
+    steps have events of one name, the n-th that sent belongs to the n-th that received.
     """
     events_by_operation: defaultdict[object, list[Event]] = defaultdict(list)
     micro_batches: dict[int, None] = {}

@@ -82,7 +82,7 @@ def _in_dynamic_mode(function: Callable[..., _Result]) -> Callable[..., _Result]
 
 @_in_dynamic_mode
 def detach(tensors: list[Tensor]) -> list[Tensor]:
-    """Returns detached tensors with the data and the ``stop_gradient`` of the given ones."""
+    """Returns detached tensors with the data and the ``stop_gradient`` of ``tensors``."""
     leaves = [tensor.detach() for tensor in tensors]
     for leaf, tensor in zip(leaves, tensors):
         leaf.stop_gradient = tensor.stop_gradient
@@ -90,7 +90,7 @@ def detach(tensors: list[Tensor]) -> list[Tensor]:
 
 
 class _Sized(Protocol):
-    """An object with the number of bytes of a tensor, such as a leaf of a structure."""
+    """An object that tells the number of bytes of a tensor in its attribute ``nbytes``."""
 
     @property
     def nbytes(self) -> int: ...
@@ -115,7 +115,7 @@ def readable(
 
 
 def plain(tensors: list[Tensor]) -> list[Tensor]:
-    """Returns contiguous CPU tensors with the data of the given ones.
+    """Returns contiguous CPU tensors with the data of ``tensors``.
 
     A tensor that is contiguous and on the CPU is returned itself; of others, copies.
     """
@@ -188,7 +188,7 @@ def allocate(leaves: Sequence[TensorLeaf]) -> tuple[list[Tensor], list[memoryvie
 def allocate_several(
     leaves: Sequence[TensorLeaf], messages: int
 ) -> list[tuple[list[Tensor], list[memoryview]]]:
-    """Returns the result of :func:`allocate` for each of so many ``messages``."""
+    """Returns the result of :func:`allocate` for each of ``messages`` messages."""
     on_cpu, allocated = device_kind() == "cpu", []
     for _ in range(messages):
         tensors = []
@@ -358,7 +358,7 @@ class Unfit(Exception):
     """
 
     def __init__(self, path: _Path, got: str) -> None:
-        """Takes the path to the part, and a text that says what it is."""
+        """Stores the path to the part, and ``got``, a text that says what the part is."""
         super().__init__(path, got)
         self._path = path
         self._got = got

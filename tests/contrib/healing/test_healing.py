@@ -304,9 +304,9 @@ def test_a_step_that_cannot_be_repeated(
 ) -> None:
     run = SimpleNamespace(step=step)
     healing = healing_of(Job(Degrees(), None, 1.0), run, home, Model())
-    healing.hinder("before the steps")
+    healing.forbid_healing("before the steps")
     healing.counts = True
-    healing.hinder("outputs of some ranks")
+    healing.forbid_healing("outputs of some ranks")
     monkeypatch.setattr(healing, "_await_generation", lambda: None)
     monkeypatch.setattr(healing, "meet", lambda: (Generation(1, {1: 1}), 3))
     run.step = 3
@@ -381,7 +381,9 @@ def test_a_process_that_has_not_joined_meets_nobody(
     job = Job(Degrees(), None, 1.0)
     job.require_others()
     job.begin_alone()
-    with pytest.raises(StateError, match="nothing but a training batch meets the other ranks"):
+    with pytest.raises(
+        StateError, match="cannot talk to other ranks before its first training batch"
+    ):
         job.require_others()
     assert (home / "unhealed.0").read_text() == (
         "the script meets the other ranks before its first batch"
@@ -432,7 +434,7 @@ def test_what_no_other_process_can_be_told_hinders_healing(monkeypatch: Patch) -
     said: list[str] = []
     with static_mode(), begun(strategy_of()):
         executor_of(mlp(2)()[0], strategy_of())
-        monkeypatch.setattr(current_job(), "healing", SimpleNamespace(hinder=said.append))
+        monkeypatch.setattr(current_job(), "healing", SimpleNamespace(forbid_healing=said.append))
         full_state_dict()
     assert said == ["the script gathers the state of all stages within its step"]
 
