@@ -114,7 +114,7 @@ def schedule_on_two_ranks(name: str, chunks: int) -> Schedule:
 def pipeline_time(
     name: str, ranks: int, chunks: int, micro_batches: int, stages: Sequence[StageCost], comm: float
 ) -> tuple[float, float]:
-    """Returns the seconds of a batch, and those that the busiest rank computes in it.
+    """Returns the seconds of a batch, and how many of these the busiest rank computes.
 
     Args:
         name: The schedule's name.
@@ -147,7 +147,7 @@ def _repeat_period(ranks: int, micro_batches: int) -> int:
 def _simulate(
     name: str, ranks: int, chunks: int, micro_batches: int, stages: Sequence[StageCost], comm: float
 ) -> tuple[float, float]:
-    """Computes what :func:`pipeline_time` returns by simulating the whole batch."""
+    """Returns the result of :func:`pipeline_time`, by a simulation of the whole batch."""
     schedule = cached_schedule(name, ranks, micro_batches, chunks)
     times = replay(schedule, None, costs_of(stages, comm))
     return max(ends[-1] for ends in times.ends), max(times.busy)
@@ -160,7 +160,7 @@ def peak_forwards(
     """Returns the forwards in flight of each rank when it has the most of them.
 
     All stages count alike. Once the pipeline is full the number does not grow any more, so that at
-    most two periods of the schedule are looked at.
+    most two periods of the schedule are simulated.
 
     Returns:
         A value for each rank; None if the schedule does not take these numbers.
@@ -200,10 +200,10 @@ class Memory(NamedTuple):
     """The bytes that a rank uses.
 
     Attributes:
-        parameters: Bytes of its parameters.
+        parameters: Bytes of the rank's parameters.
         gradients: Bytes of the gradients.
         optimizer: Bytes of the optimizer's state.
-        activations: Bytes that forwards save for their backwards, at the time of the most.
+        activations: The most bytes that forwards save for their backwards at one time.
         working: Additional bytes that an action uses while it runs.
     """
 
@@ -280,9 +280,9 @@ class TrainingJob:
         return tuple(with_gathers[id(layer)] for layer in layers)
 
     def stages(self, layout: JobLayout) -> tuple[StageCost, ...] | None:
-        """Returns the costs of each stage of a layout, with the transfers that nothing hides.
+        """Returns each stage's costs under a layout, with transfers that computing does not hide.
 
-        None if the batch or the model cannot be split so.
+        Returns None if the batch or the model cannot be split so.
         """
         if not layout.micro_batches(self.batch) or not self.model.fits(layout):
             return None
@@ -290,7 +290,7 @@ class TrainingJob:
         return stages and tuple(self._with_transfers(stage, layout) for stage in stages)
 
     def estimate(self, layout: JobLayout) -> StepEstimate | None:
-        """Estimates a step under a layout; None if the layout is impossible, see :meth:`memory`."""
+        """Returns the estimate of a step under a layout; None if the layout is impossible."""
         stages, memory, cluster = self.stages(layout), self.memory(layout), self.cluster
         if stages is None or memory is None:
             return None
@@ -319,8 +319,9 @@ class TrainingJob:
     def _with_gathers(self, layer: LayerCost, layout: JobLayout) -> LayerCost:
         """Adds to a layer's costs the gathers of its parameters and the scatter of gradients.
 
-        The layer's own computing hides a part of them: ``cluster.overlapped_gradients`` of its
-        time. The backward gathers the parameters once more, and scatters the gradients.
+        The layer's computing hides a part of their time: the fraction
+        ``cluster.overlapped_gradients``. The backward gathers the parameters once more, and
+        scatters the gradients.
         """
         once = self.cluster.gather(layer.parameters, layout.shards, _MATRICES_OF_A_LAYER)
         overlap = self.cluster.overlapped_gradients
@@ -334,7 +335,7 @@ class TrainingJob:
         )
 
     def _with_transfers(self, stage: StageCost, layout: JobLayout) -> StageCost:
-        """Adds to a stage's costs the part of its transfers that nothing hides."""
+        """Adds to a stage's costs the part of its transfers that computing does not hide."""
         not_hidden = 1 - self.cluster.overlapped_transfers
         if layout.pipeline == 1 or not not_hidden:
             return stage
@@ -350,8 +351,8 @@ class TrainingJob:
     ) -> tuple[float, float]:
         """Returns the seconds after the last backward of a step, on the rank with the most of them.
 
-        They are those of the exchange of gradients, as far as backwards do not hide it, and those
-        of the optimizer's update, which reads and writes all of its state.
+        These are the exchange of gradients, as far as backwards do not hide it, and the optimizer's
+        update, which reads and writes all of the optimizer's state.
         """
         cluster, sharding = self.cluster, layout.sharding
         # The placement does not depend on the number of micro-batches.
@@ -404,8 +405,8 @@ class TrainingJob:
     def least(self, layout: JobLayout) -> tuple[float, float] | None:
         """Returns lower bounds of the seconds of a step and of the most bytes of a rank, quickly.
 
-        The bounds assume stages as even as possible, and the bubble of 1F1B. None if the model
-        cannot be split so.
+        The bounds assume stages as even as possible, and the bubble of 1F1B. The result is None if
+        the model cannot be split so.
         """
         micro_batches = layout.micro_batches(self.batch)
         if not micro_batches or not self.model.fits(layout):

@@ -47,13 +47,11 @@ class Cluster:
         flops: Sustained FLOP/s of a product by dtype, as a curve over its size; one point is a
             constant.
         peak: FLOP/s that count as a utilisation of 100 %.
-        inside: Link between devices of one host: latency, and seconds for each byte.
-        between: Link between hosts, for each device.
+        inside: Link between devices of one host: latency in seconds, and seconds for each byte.
+        between: Link of one device to another host, in the same units.
         all_reduce: "ring" or "tree".
-        overlapped_transfers: The share of a transfer between stages during which ranks compute,
-            0 to 1.
-        overlapped_gradients: The share of the exchange of gradients during which ranks compute,
-            0 to 1.
+        overlapped_transfers: The fraction of a transfer between stages during which ranks compute.
+        overlapped_gradients: The fraction of the exchange of gradients during which ranks compute.
         profiled: FLOP/s of the machine that a profile was measured on.
     """
 
@@ -119,7 +117,7 @@ class Cluster:
     def gather(self, size: float, group: Group, messages: int = 1) -> float:
         """Returns the seconds of an all-gather or a reduce-scatter of ``size`` bytes.
 
-        Between hosts, the members of a host share the work: each has its own link.
+        Between hosts, the members on a host share the work, as each has a link.
 
         Args:
             size: Bytes that each member has at the end.
@@ -137,7 +135,7 @@ class Cluster:
     def reduce(self, size: float, group: Group) -> float:
         """Returns the seconds of an all-reduce of ``size`` bytes.
 
-        It is a reduce-scatter and an all-gather.
+        An all-reduce is a reduce-scatter and an all-gather.
         """
         return 2 * self.gather(size, group)
 
@@ -160,7 +158,7 @@ class Cluster:
     def _bottleneck(self, group: Group) -> Link:
         """Returns the slowest link of a ring through the members of a group.
 
-        Between two hosts, each member of a host has a link, over which the bytes are shared out.
+        Between two hosts, the bytes are shared out over the links of all members on a host.
         """
         members, (ranks, _) = self._members_on_a_host(group), group
         if members == ranks:
@@ -170,9 +168,9 @@ class Cluster:
 
 
 def _interpolate(curve: Curve, size: float) -> float:
-    """Returns the FLOP/s of a product; linear in logarithms, constant beyond the curve's ends.
+    """Returns a product's FLOP/s, linear between points in logarithms, constant beyond the ends.
 
-    ``size`` is the cube root of the product's multiplications, as in the curve.
+    ``size``, the unit of the curve, is the cube root of the number of multiplications.
     """
     if size <= curve[0][0]:
         return curve[0][1]
@@ -273,8 +271,8 @@ class JobLayout(NamedTuple):
         data: Replicas that each store the whole optimizer state.
         sharding: Replicas among which the optimizer's state is split.
         context: Ranks among which each sequence is split.
-        expert: Ranks among which the experts are distributed. They are ranks of different replicas,
-            so this adds no ranks to the job.
+        expert: Ranks among which the experts are distributed. These are ranks of different
+            replicas, so that this adds no ranks to the job.
         schedule: The schedule's name.
         chunks: Chunks on each rank.
         micro_batch: Sequences of a micro-batch.

@@ -142,7 +142,7 @@ def plot(estimates: Sequence[StepEstimate], path: str | Path) -> None:
 
     Args:
         estimates: The layouts, the fastest first.
-        path: File to write, as for ``new_figure``, whose errors this raises.
+        path: File to write: .png, .svg or .pdf.
     """
     names = [_describe_layout(estimate) for estimate in estimates][::-1]
     above: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": 3}
@@ -225,11 +225,11 @@ def estimate(arguments: argparse.Namespace) -> str:
 def profile_of_fastest(arguments: argparse.Namespace) -> Profile:
     """Returns the layers' costs under the fastest layout of a cluster, for ``fleetpipe plan``.
 
-    Sets the options of the plan from that layout: ranks, micro-batches, memory limit, and copies
+    Sets these options of the plan from that layout: ranks, micro-batches, memory limit, and copies
     of the optimizer's state.
 
     Raises:
-        ConfigError: The same errors as :func:`estimate`.
+        ConfigError: A file is not valid, or no layout fits.
     """
     job = _read_job(arguments)
     best = search(job, _restrictions(arguments), 1).best[0]
@@ -253,7 +253,7 @@ def _read_job(arguments: argparse.Namespace) -> TrainingJob:
 
 
 def _restrictions(arguments: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
-    """Returns the values that ``--ranks``, of a pipeline, and ``--only`` allow, for ``search``."""
+    """Returns the values that ``--ranks`` (of a pipeline) and ``--only`` let ``search`` try."""
     ranks = arguments.ranks
     if ranks is None:
         return dict(arguments.only)
@@ -274,7 +274,7 @@ def _parse_only(text: str) -> tuple[str, tuple[Any, ...]]:
 
 
 def _parse_recompute(text: str) -> str:
-    """Parses a value of ``--only recompute=``."""
+    """Checks one value of ``--only recompute=..``, and returns it."""
     if text not in RECOMPUTES:
         raise argparse.ArgumentTypeError(
             f"invalid recompute: {text!r}; give {', '.join(RECOMPUTES)}"

@@ -59,9 +59,9 @@ class FastestLayouts(NamedTuple):
     Attributes:
         best: The fastest layouts that fit into memory, the fastest first.
         layouts: Number of all layouts.
-        played: Number of simulated layouts.
-        lacking: Of the layouts that are faster than the best but need too much memory, one that
-            needs the least; None if there is none.
+        played: Number of layouts that were simulated.
+        lacking: The layout with the least memory among those that are faster than the best but need
+            too much memory; None if there is none.
     """
 
     best: tuple[StepEstimate, ...]
@@ -83,7 +83,7 @@ def search(job: TrainingJob, only: Mapping[str, tuple[Any, ...]], top: int = 10)
 
     Args:
         job: The model and the cluster.
-        only: Values to try instead of those in :data:`CHOICES`.
+        only: By field of a layout, the values to try instead of those in :data:`CHOICES`.
         top: The wanted number of layouts.
 
     Raises:
@@ -204,9 +204,10 @@ class ResourceLimit(NamedTuple):
 
     Attributes:
         resource: The resource's name.
-        seconds: Time that an unlimited amount of it would save in a step; 0 if that has no meaning.
-        gain: The share of additional work in the same time with 10 % more of it; for sequences and
-            hosts, with twice as many.
+        seconds: Time that an unlimited amount of the resource would save in a step; 0 if that has
+            no meaning.
+        gain: The fraction of additional work in the same time with 10 % more of the resource; for
+            sequences and hosts, with twice as many.
     """
 
     resource: str

@@ -43,9 +43,9 @@ class Transformer:
     """A decoder of blocks that are all alike.
 
     Attributes:
-        layers: Blocks.
-        hidden: Width.
-        heads: Heads of attention.
+        layers: Number of blocks.
+        hidden: Width of the activations between blocks.
+        heads: Number of heads of attention.
         vocabulary: Size of the vocabulary.
         sequence: Tokens of a sequence.
         kv_heads: Heads of keys and values; None: as many as ``heads``.
@@ -164,7 +164,7 @@ class _CostsOnOneRank:
         tokens: The tokens of a micro-batch on this rank.
         width: Bytes of an element.
         value: Bytes of a tensor [tokens, hidden].
-        shared: The same, divided among the ranks of ``tensor`` under sequence parallelism.
+        shared: ``value``, under sequence parallelism divided by the number of ``tensor`` ranks.
         scores: Number of this rank's scores of attention.
         query: Bytes of this rank's queries, keys and values.
         inner: Bytes of this rank's activations of width ``model.inner`` in the feed-forwards.
@@ -300,7 +300,7 @@ class _CostsOnOneRank:
     def _exchange_seconds(self) -> float:
         """Returns the seconds of a block's exchanges between ranks in a forward, or a backward.
 
-        They are two all-reduces over ``tensor``, the way of tokens to experts and back, and the
+        These are two all-reduces over ``tensor``, the way of tokens to experts and back, and the
         gathering of keys and values.
         """
         layout, cluster = self.layout, self.cluster
@@ -326,13 +326,13 @@ def _read_bool(value: JsonValue) -> bool:
 class MeasuredModel:
     """A profile of measured layers, scaled to faster devices.
 
-    Times scale with the FLOP/s of a product and with sequences of a micro-batch, bytes of
-    activations with the latter. No layer can be split among ranks.
+    Times scale with the FLOP/s of a product and the sequences of a micro-batch; bytes of
+    activations scale with the sequences. No layer can be split among ranks.
 
     Attributes:
         profile: The measured profile.
         rows: Sequences (or samples) of the micro-batch that was measured.
-        dtype: The dtype of its products on the cluster.
+        dtype: The dtype of the model's products on the cluster.
     """
 
     profile: Profile
@@ -342,7 +342,7 @@ class MeasuredModel:
     def fits(self, layout: JobLayout) -> bool:
         """Returns whether a layout leaves layers whole, and its recompute saves memory.
 
-        What full recompute saves is known of layers that were measured with it.
+        What full recompute saves is known only of layers that were measured with it.
         """
         layers = self.profile.layers
         leaves_whole = layout.tensor == layout.context == layout.expert == 1
@@ -377,7 +377,7 @@ class MeasuredModel:
 def _scale_layer(layer: LayerCost, time_factor: float, rows: float, recompute: str) -> LayerCost:
     """Returns a layer's costs with times multiplied by ``time_factor``, and bytes by ``rows``.
 
-    With ``recompute="full"`` its forward runs once more in backward, if that saves memory.
+    With ``recompute="full"`` the layer's forward runs once more in backward, if that saves memory.
     """
     repeated = layer.forward if recompute == "full" and layer.saved else 0.0
     # Recomputed activations are not in memory between forward and backward.
@@ -406,11 +406,10 @@ Workload = Transformer | MeasuredModel
 def read_model(path: str | Path) -> Workload:
     """Reads a model: ``{"transformer": {..}}``, as JSON or TOML, or a profile.
 
-    The file of a profile may also have the ``rows`` of the measured micro-batch, and the ``dtype``
-    to run in.
+    A profile may also have the ``rows`` of the measured micro-batch, and the ``dtype`` to run in.
 
     Raises:
-        ConfigError: It is neither of them, or a figure is missing or impossible.
+        ConfigError: The file is neither of these, or a figure is missing or impossible.
     """
     return read(path, SOURCE, _read_content)
 

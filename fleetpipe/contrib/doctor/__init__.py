@@ -44,7 +44,7 @@ class Finding(NamedTuple):
     """The result of one check.
 
     Attributes:
-        subject: The checked thing, in a word or two.
+        subject: What was checked, in a word or two.
         state: "ok", "note" if it may matter, "wrong" if a job would fail.
         text: The state in words.
         fix: What the user should do, in words.
@@ -59,7 +59,7 @@ class Finding(NamedTuple):
 
 
 def run_checks(checks: Mapping[str, Callable[[], Finding]]) -> list[Finding]:
-    """Runs checks by subject and returns their findings; an exception of a check is one too."""
+    """Runs checks, given by subject; returns a finding for each, even if a check fails."""
     findings = []
     for subject, check in checks.items():
         try:
@@ -80,7 +80,7 @@ def check_host(ranks: int, folder: Path) -> list[Finding]:
 
     Args:
         ranks: The number of ranks of the job.
-        folder: The folder of its checkpoints, which need not exist.
+        folder: The folder of the job's checkpoints, which need not exist.
     """
     return run_checks(
         {
@@ -169,8 +169,8 @@ def _check_ports() -> Finding:
 def _check_checkpoint_folder(folder: Path) -> Finding:
     """Checks the folder of checkpoints by the operations of a save, on a file of some MiB.
 
-    The operations are: write, sync, rename, sync the folder. A folder that does not exist is
-    replaced by the next one above that does.
+    The operations are: write, sync, rename, sync the folder. For a folder that does not exist, the
+    nearest existing folder above it is checked.
     """
     subject = "checkpoints"
     existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
@@ -208,8 +208,8 @@ def check_clock(address: str, behind: float, ahead: float) -> Finding:
 
     Args:
         address: The address of the other host.
-        behind: Seconds by which its time is before the first reading.
-        ahead: Seconds by which its time is after the second reading.
+        behind: Seconds by which the other clock is before this host's first reading.
+        ahead: Seconds by which the other clock is after this host's second reading.
     """
     difference = max(behind, ahead, 0.0)
     if difference <= CLOCK_SECONDS:

@@ -204,8 +204,8 @@ def _run_workers(ranks: int, folder: Path, more: Mapping[str, str]) -> tuple[dic
         more: Variables that are added to the environment.
 
     Returns:
-        The results by the name of a transport or "parity", as far as the ranks came; and how they
-        ended: the last lines of their output, or else the exit code.
+        The results that the ranks have written, by the name of a transport or "parity"; and how the
+        ranks ended: the last lines of their output, or else the exit code.
     """
     file, logs = folder / "results.json", folder / "log"
     command = [sys.executable, str(LAUNCHED), "run", "--nproc", str(ranks)]
@@ -256,7 +256,7 @@ def _transport_finding(name: str, results: Mapping[str, Any], ending: str) -> Fi
 
 
 def _parity_finding(ranks: int, results: Mapping[str, Any], ending: str) -> Finding:
-    """Returns the finding on bits of a pipeline that were compared with those of one device."""
+    """Returns the finding on the comparison of a pipeline's bits with those of one device."""
     result = results.get("parity", {"error": ending})
     if "error" in result:
         return Finding("parity", WRONG, result["error"].splitlines()[0], _FIXES["parity"])

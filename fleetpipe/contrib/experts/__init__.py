@@ -43,13 +43,13 @@ LIST = "experts"
 
 
 def loss_of_gate(layer: Layer) -> Tensor | None:
-    """Removes the loss that one of Paddle's gates has stored, and returns it; None for others."""
+    """Returns the loss that one of Paddle's gates has stored, and removes it; None for others."""
     take = getattr(layer, "get_loss", None)
     return take() if callable(take) else None
 
 
 class AuxiliaryLoss(paddle.nn.Layer):
-    """The loss of a pipeline whose layers have losses of their own, as gates do.
+    """The loss of a pipeline some of whose layers have losses too, such as gates of experts.
 
     As ``loss_fn`` of a ``PipelineLayer``, it is ``criterion(output, label) + weight * auxiliary``
     for each micro-batch. ``auxiliary`` is the sum of the losses of all layers, in their order.
@@ -136,7 +136,7 @@ def _run_and_carry(take: Take, *call: Any) -> Nest:
     """Calls a layer, and adds the losses that it and its sublayers have stored to its output.
 
     Args:
-        take: As for :class:`AuxiliaryLoss`.
+        take: Called with a layer that has run; returns the layer's loss, or None.
         call: The layer or function, its leading arguments, and last the input: an output of the
             layer before, perhaps with losses.
     """
@@ -154,15 +154,15 @@ def _run_and_carry(take: Take, *call: Any) -> Nest:
 class ExpertList(paddle.nn.LayerList):
     """The experts of a layer on this rank, named by their numbers among all experts.
 
-    Thus their parameters have the same names as on one device. An index counts the experts of this
-    rank alone. If other ranks hold experts too, parameters have Paddle's mark ``no_sync``.
+    Thus their parameters have the same names as on one device. Indices count the experts of this
+    rank only. If other ranks hold experts too, parameters have Paddle's mark ``no_sync``.
 
     Attributes:
         total: Number of experts on all ranks.
     """
 
     def __init__(self, experts: Iterable[Layer], first: int, total: int) -> None:
-        """Takes the experts from number ``first`` on; there are ``total`` on all ranks."""
+        """Takes this rank's experts, from number ``first`` on, of ``total`` on all ranks."""
         super().__init__()
         self.total = total
         for number, expert in enumerate(experts, first):
@@ -318,7 +318,7 @@ def is_expert(name: str) -> bool:
 def _mark_partial_gradients(mixture: Any) -> None:
     """Marks the parameters of a ``MoELayer`` whose tokens are split along ``mp_group``.
 
-    Each member has a summand of their gradients; by the mark these are added up.
+    Each member has a summand of their gradients; marked gradients are added up later.
 
     Raises:
         ConfigError: The layer has a gate or experts that need all tokens, or another group.
@@ -343,7 +343,7 @@ def _lists_with_remote_experts(layer: Layer) -> Iterator[tuple[str, tuple[list[s
     """Finds the lists of experts of which other ranks hold some.
 
     Yields:
-        The path of the list; the names of its experts on this rank, and the number of all experts.
+        The path of each list; the names of the list's experts on this rank, and the number of all.
     """
     for path, inner in layer.named_sublayers(include_self=True):
         if isinstance(inner, paddle.nn.LayerList) and path.rpartition(".")[2] == LIST:
@@ -355,7 +355,7 @@ def _lists_with_remote_experts(layer: Layer) -> Iterator[tuple[str, tuple[list[s
 
 
 class Mixtures(LayerKind):
-    """The kind of layers with experts, which may be spread over ranks."""
+    """Tells a pipeline how to treat layers with experts, which may be spread over ranks."""
 
     exchanges = True
 
@@ -380,8 +380,7 @@ class Mixtures(LayerKind):
     def whole_state(self, layer: Layer, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns the state that the layer would have with all experts, for names and shapes.
 
-        Experts of other ranks get the tensors of this rank's first one; see
-        :meth:`LayerKind.whole_state`.
+        Experts of other ranks get the tensors of this rank's first expert.
         """
         lists = {f"{path}.": numbers for path, numbers in _lists_with_remote_experts(layer)}
         whole: dict[str, Tensor] = {}
@@ -406,11 +405,12 @@ class Mixtures(LayerKind):
     def fill_gradients(self, parameters: Mapping[str, Tensor]) -> None:
         """Gives a gradient of zeros to experts that got no token in a batch.
 
-        A dense mixture has zeros there, by which an optimizer with momentum steps too; an expert
-        without tokens is not called, and has no gradient.
+        On one device such an expert has a gradient of zeros, and an optimizer with momentum updates
+        it.
 
         Args:
-            parameters: The parameters by fully qualified name; those of no expert stay as they are.
+            parameters: The parameters by fully qualified name; only experts' parameters are
+                changed.
         """
         for name, parameter in parameters.items():
             lacks_gradient = not parameter.stop_gradient and gradient_of(parameter) is None

@@ -128,7 +128,7 @@ def random_routing(prob: Tensor, topk_value: Tensor, topk_idx: Tensor) -> Tensor
     Args:
         prob: A random number for each token.
         topk_value: The values of the choices, [tokens, 2].
-        topk_idx: The choices, likewise.
+        topk_idx: The two experts chosen for each token, [tokens, 2].
     """
     first, second = topk_idx.split(2, axis=1)
     is_dropped = 2 * topk_value[:, 1:] < prob.reshape([-1, 1]).astype(topk_value.dtype)
@@ -136,7 +136,7 @@ def random_routing(prob: Tensor, topk_value: Tensor, topk_idx: Tensor) -> Tensor
 
 
 def _count_choices(choices: Tensor, experts: int) -> Tensor:
-    """Returns how many choices are dropped, then how many each expert has: int64 [experts + 1]."""
+    """Returns the number of dropped choices, then of each expert's choices: int64 [experts + 1]."""
     if choices.shape[0] == 0:  # Paddle 2.6.2 returns no counts then
         return paddle.zeros([experts + 1], "int64")
     return paddle.bincount(choices + 1, minlength=experts + 1).astype("int64")
@@ -207,7 +207,7 @@ def gather(tokens: Tensor, counts_out: Tensor, counts_in: Tensor, group: Group) 
 def _exchange_tokens(
     outward: bool, tokens: Tensor, counts_out: Tensor, counts_in: Tensor, group: Group
 ) -> Tensor:
-    """Sends tokens to the experts if ``outward``, else back; gradients go the other way."""
+    """Sends tokens to the experts if ``outward``, else back, with a gradient. Collective."""
     sent, received = (_counts_by_member(counts, group) for counts in (counts_out, counts_in))
     expected = sum(map(sum, sent if outward else received))
     if tokens.shape[0] != expected:
@@ -231,9 +231,9 @@ def _exchange_without_gradient(
     """Sends tokens to the experts if ``outward``, else back. Collective.
 
     Args:
-        outward: The direction.
-        sent: By member and its expert, how many tokens this member has for it.
-        received: By member and this member's expert, how many tokens come from there.
+        outward: True sends tokens to the experts, False sends results back.
+        sent: By member and expert of that member, how many tokens this rank has for the expert.
+        received: By member and expert of this rank, how many tokens come from the member.
         group: The members.
         tokens: [tokens, width], sorted by member and expert on the way out, by expert and member
             on the way back.
@@ -246,7 +246,7 @@ def _exchange_without_gradient(
 
 
 def _sort_by_column(tokens: Tensor, counts: Counts) -> Tensor:
-    """Sorts tokens, which are sorted by row and then column of a table, by column and then row.
+    """Reorders tokens that are sorted by row and column of a table: by column, then row.
 
     Args:
         tokens: [tokens, width].
@@ -259,7 +259,7 @@ def _sort_by_column(tokens: Tensor, counts: Counts) -> Tensor:
 
 
 def _split_by_sizes(tokens: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Splits tokens into consecutive pieces of some sizes, which may be 0."""
+    """Splits tokens into consecutive pieces of the given sizes, which may be 0."""
     # Paddle's split takes no size of 0, and 2.6.2 no slice of that size.
     none = paddle.empty([0, *tokens.shape[1:]], tokens.dtype)
     pieces, start = [], 0
@@ -396,7 +396,7 @@ def moe_scatter(tokens: Tensor, positions: Tensor, counts: Tensor, *arguments: o
 
 
 def moe_gather(outputs: Tensor, *arguments: object) -> Tensor:
-    """Calls Paddle's ``MoEGather.apply``; a profile counts the experts' time until this call."""
+    """Calls Paddle's ``MoEGather.apply``, at which a profile stops to count the experts' time."""
     groups.note_outputs()
     gathered: Tensor = MoEGather.apply(outputs, *arguments)
     return gathered

@@ -57,11 +57,11 @@ plain_embedding_forward: Callable[[Layer, Tensor], Tensor] = paddle.nn.Embedding
 
 
 def fast_linear_forward(layer: Layer, input: Tensor) -> Tensor:
-    """Computes what ``paddle.nn.Linear.forward`` does, with a faster backward.
+    """Replaces ``paddle.nn.Linear.forward``: the same result with a faster backward.
 
     Args:
         layer: A Linear.
-        input: [.., inputs], under Paddle's name for it, which callers may use.
+        input: [.., inputs]; the name is Paddle's, since callers may pass it by name.
     """
     x, weight, bias = input, layer.weight, layer.bias
     if bias is None or bias.stop_gradient or not paddle.is_grad_enabled():
@@ -90,8 +90,8 @@ def _linear_by_products(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 class _RepeatRows(paddle.autograd.PyLayer):
     """Repeats a vector in every row; the backward sums over rows by a product with ones.
 
-    It saves no tensor, and can be differentiated twice. The sum of the bias and the product is no
-    part of this PyLayer, since Paddle ignores hooks on the output of a PyLayer.
+    No tensor is saved, and the function can be differentiated twice. The sum of the bias and the
+    product is no part of this PyLayer, since Paddle ignores hooks on the output of a PyLayer.
     """
 
     @staticmethod
@@ -160,7 +160,7 @@ def _try_sizes(rows: int, inputs: int, columns: int, dtype: DType) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _has_same_sums(rows: int, columns: int, dtype: DType) -> bool:
-    """Tries the bias's gradient with all kinds of numbers: is the product the sum, bit by bit?"""
+    """Tries whether a product gives the bits of the bias's gradient, with all kinds of numbers."""
     return all(
         same_results(plain_linear, _linear_by_products, (grad[:, :1], grad[:1], grad[-1]), grad)
         for grad in matrices((rows, columns), dtype)
@@ -168,7 +168,7 @@ def _has_same_sums(rows: int, columns: int, dtype: DType) -> bool:
 
 
 def matrices(shape: tuple[int, int], dtype: DType) -> Iterator[Tensor]:
-    """Yields twenty matrices: of usual numbers, of all kinds of unusual ones, and views of others.
+    """Yields twenty test matrices: usual numbers, all kinds of unusual ones, and views.
 
     A caller with a large weight takes the first matrix alone.
 
@@ -220,7 +220,7 @@ def same_results(
 
 
 class LookupTable:
-    """The table of one Embedding, and the gradients of its look-ups in a backward."""
+    """The table of one Embedding, with the gradients of the look-ups in a backward."""
 
     def __init__(self, layer: Layer) -> None:
         self._layer = layer
@@ -243,10 +243,10 @@ class LookupTable:
 
     @contextmanager
     def adding(self, sums: Sums) -> Iterator[None]:
-        """While it is open, the stage's backward runs; at its end adds the look-ups' gradients.
+        """Returns a context for a stage's backward, whose end adds the look-ups' gradients.
 
         Args:
-            sums: The sums to which they are added.
+            sums: The sums of gradients.
         """
         weight = self._layer.weight
         if self._is_only_use is False or weight.stop_gradient or is_watched(weight):
@@ -276,7 +276,7 @@ class LookupTable:
 
 
 class _LookUp(paddle.autograd.PyLayer):
-    """Looks up the rows of some ids; the backward leaves its gradient in ``LookupTable.calls``."""
+    """Looks up the rows of some ids; backward stores the gradient in ``LookupTable.calls``."""
 
     @staticmethod
     def forward(ctx: Context, weight: Tensor, ids: Tensor, table: LookupTable) -> Tensor:
@@ -330,7 +330,7 @@ class FastForwards:
                     self.forwards.append((layer, plain, table.forward))
 
     def running(self) -> AbstractContextManager[None]:
-        """While it is open, the layers use the fast forward, unless a user replaced theirs."""
+        """In this context, layers use the fast forward, unless a user replaced ``forward``."""
         try_untried()
         return with_forwards(
             [
@@ -342,7 +342,7 @@ class FastForwards:
 
     @contextmanager
     def in_backward(self, sums: Sums) -> Iterator[None]:
-        """While it is open, the stage's backward runs with the fast forwards.
+        """In this context, the stage's backward runs with the fast forwards.
 
         Args:
             sums: The sums to which the gradients of look-ups are added.

@@ -160,7 +160,7 @@ def embedding(
     padding_idx: int | None = None,
     param_attr: Attribute = None,
 ) -> Variable:
-    """Looks up rows in a new trainable table, as ``static.nn.embedding``, which PIR lacks."""
+    """Looks up rows in a new trainable table; PIR lacks Paddle's ``static.nn.embedding``."""
     rows, width = size
     layer = paddle.nn.Embedding(
         rows, width, padding_idx=padding_idx, sparse=is_sparse, weight_attr=param_attr
@@ -178,7 +178,7 @@ def _activate(value: Variable, act: str | None) -> Variable:
 
 
 class Older(NamedTuple):
-    """A name of older Paddle.
+    """A name of older versions of Paddle.
 
     Attributes:
         old: The name, below ``paddle``.
@@ -248,7 +248,7 @@ class _FluidModule(ModuleType):
 
 
 def _refuse_import(fullname: str) -> None:
-    """Raises FluidImport for a module below ``paddle.fluid`` that no finder has found before."""
+    """Raises FluidImport for a module below ``paddle.fluid`` that does not exist."""
     if fullname.startswith(f"{FLUID}."):
         raise FluidImport(**_error_arguments(fullname))
 
@@ -305,7 +305,7 @@ def _add_name(name: Older, undo: ExitStack) -> None:
 
     Args:
         name: The name.
-        undo: Gets the functions that remove them again.
+        undo: Gets the functions that remove the name and the modules again.
     """
     path, _, last = f"paddle.{name.old}".rpartition(".")
     value = name.stand_in or _object_at(name.today)
@@ -320,7 +320,7 @@ def _module_or_class_at(path: str, undo: ExitStack) -> Any:
 
     Args:
         path: The path.
-        undo: Gets the functions that remove what is made.
+        undo: Gets the functions that remove the modules that are made.
     """
     if not f"{path}.".startswith(f"{FLUID}."):
         return _object_at(path)

@@ -89,10 +89,10 @@ class Sampling(NamedTuple):
 
 
 def prompt_keys(prompts: list[list[int]]) -> list[tuple[int, int]]:
-    """Returns for each prompt two numbers on which its random numbers depend.
+    """Returns for each prompt two numbers that seed the prompt's random numbers.
 
-    They are a digest of its tokens, and the number of equal prompts before it. Thus the other
-    prompts of a call do not matter.
+    These are a digest of the prompt's tokens, and the number of equal prompts before it. Thus the
+    other prompts of a call do not matter.
     """
     keys: list[tuple[int, int]] = []
     for prompt in prompts:
@@ -130,9 +130,9 @@ def generate(
         tokens: The prompts, the same on every rank: a list of lists of tokens, or a Tensor or array
             [prompts, length] of whole numbers.
         max_new_tokens: The most new tokens of a prompt.
-        temperature: Divides the logits before a token is drawn; 0 takes the likeliest.
+        temperature: Divides the logits before a token is drawn; 0 takes the likeliest token.
         top_k: Draws among so many of the likeliest tokens only.
-        top_p: Draws among the fewest of the likeliest tokens whose shares add up to this.
+        top_p: Draws among the fewest of the likeliest tokens whose probabilities add up to this.
         eos: The token, or several tokens, that end a continuation.
         seed: The seed of the random numbers. These depend on the seed, the prompt, the number of
             equal prompts before it, and the position, and on nothing else.
@@ -191,8 +191,8 @@ def generate(
 class _Cache(Units, SliceStates):
     """Stores the keys and values of earlier positions for the layers of a model.
 
-    Layers keep them as under a schedule that cuts sequences into chunks ("slices"): the prompt is
-    the first chunk, and each new token another chunk.
+    Layers keep these values as they do under a schedule that cuts sequences into slices: the prompt
+    is the first slice, and each new token another slice.
     """
 
     def __init__(self) -> None:
@@ -201,12 +201,12 @@ class _Cache(Units, SliceStates):
         self.prompts: list[int] = []
 
     def states(self) -> SliceStates:
-        """Returns the cache itself, which keeps the values from one run to the next."""
+        """Returns the cache itself, as it keeps the values from one run to the next."""
         return self
 
     @contextmanager
     def forward(self, stage: int, number: int) -> Iterator[None]:
-        """While it is open, the layers of a stage use what is stored for a micro-batch's prompt."""
+        """In this context, the layers of a stage use what is stored for a micro-batch's prompt."""
         with super().forward(stage, self.prompts[number]):
             yield
 
@@ -234,11 +234,11 @@ class _Decoding:
 
         Args:
             pipeline: The pipeline that runs the model.
-            job: Its job.
+            job: The job of the pipeline.
             sampling: Chooses the tokens.
             prompts: The tokens of each prompt.
             cache: Stores keys and values from one run to the next; None for none.
-            inputs: Makes the model's inputs from tokens; see :func:`generate`.
+            inputs: Makes the model's inputs from tokens, as for :func:`generate`.
         """
         self.new: list[list[int]] = [[] for _ in prompts]
         self._pipeline, self._sampling, self._prompts = pipeline, sampling, prompts
@@ -254,7 +254,7 @@ class _Decoding:
         self._prompts_of_replica = range(first, len(prompts), step)
 
     def advance(self, unfinished: list[int]) -> None:
-        """Adds a token to each of some prompts by one run. Collective over the job.
+        """Adds a token to each unfinished prompt, in one run. Collective over the job.
 
         Args:
             unfinished: The numbers of the prompts.
@@ -281,8 +281,8 @@ class _Decoding:
     def _choose_tokens(self, numbers: list[int], logits: Sequence[Tensor]) -> list[tuple[int, int]]:
         """Chooses the next token of the prompts with these numbers. Collective along mp.
 
-        ``logits`` has for each prompt those at its last position: [vocabulary], or a shard along
-        mp. It is empty on ranks without the last stage, and the result is empty there too.
+        ``logits`` has each prompt's logits at the last position: [vocabulary], or a shard along mp.
+        Without the last stage, ``logits`` and the result are empty.
 
         Returns:
             For each prompt its number and the token.
@@ -420,7 +420,7 @@ def _new_cache(pipeline: PipelineParallel, wanted: bool | None) -> _Cache | None
 
 @contextmanager
 def _state_restored(pipeline: PipelineParallel) -> Iterator[None]:
-    """Restores random states and the layers' modes at its end, as they were at its beginning."""
+    """Restores the random states and the layers' modes when the context ends."""
     training = pipeline.layers.with_modes.training
     with random_states_kept():
         try:
@@ -448,7 +448,7 @@ class LogSamples(rank_policy.Callback):
 
         Args:
             tokens: The prompts, as for :func:`fleetpipe.generate`.
-            max_new_tokens: As for the same function.
+            max_new_tokens: The most new tokens of a prompt.
             every: Batches from one print to the next; None: prints after each epoch.
             decode: Turns a prompt with its new tokens into text, such as a tokenizer's ``decode``.
             options: The other arguments of ``generate``.

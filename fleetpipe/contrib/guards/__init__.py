@@ -73,7 +73,7 @@ class Guards(BatchObserver):
             self._gatherings, self._streams = [], _stream_fingerprints()
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
-        """Returns an instruction that sends this rank's fingerprints when it first has to wait."""
+        """Returns an instruction that sends this rank's fingerprints at the first wait."""
         if not isinstance(op, Recv):
             return instruction
 
@@ -253,7 +253,7 @@ class Guards(BatchObserver):
 
 
 def fingerprint(tensor: Tensor) -> str:
-    """Returns the sum and the xor of a tensor's 64-bit words, the same for equal bits."""
+    """Returns the sum and the xor of a tensor's 64-bit words, as a text to compare bits by."""
     # The first result keeps the bytes alive while they are read.
     size: Any = SimpleNamespace(nbytes=tensor_bytes(tensor))
     _kept, memories = bridge.readable([tensor], [size])
@@ -307,9 +307,9 @@ class Holders(NamedTuple):
 
 
 def all_holders(layers: PipelineLayer, job: Job) -> list[Holders]:
-    """Returns the parameters that this rank shares with others, in the same order on each of them.
+    """Returns the parameters that this rank shares with other ranks, in the same order on each.
 
-    The ranks with the same stages as this one are an entry even if they share no parameter.
+    The ranks with this rank's stages have an item even if they share no parameter.
     """
     if job.local:
         return []
@@ -343,7 +343,7 @@ def named_parameters(layers: PipelineLayer) -> dict[str, Tensor]:
 
 
 def norm_parameters(parameters: Iterable[Tensor], layers: PipelineLayer, job: Job) -> list[Tensor]:
-    """Returns the parameters whose gradients this rank adds to the norm, so each counts once."""
+    """Returns the parameters that this rank counts in the global norm, so that each counts once."""
     tensors, coordinate = layers.state.local_tensors(), job.coordinate
     elsewhere = {
         id(tensors[w.name]) for w in layers.shared_weights if w.holders[0] != coordinate.pp
@@ -363,7 +363,7 @@ def norm_parameters(parameters: Iterable[Tensor], layers: PipelineLayer, job: Jo
 def _separating_axis(job: Job, differing: Sequence[int], ranks: Sequence[int]) -> str:
     """Returns the axis whose coordinate separates the differing ranks from the others.
 
-    If there is none, it is the first axis on which the ranks have several coordinates.
+    If there is none, returns the first axis on which the ranks have several coordinates.
     """
     places = {rank: job.mesh.coordinate(rank)._asdict() for rank in ranks}
     axes = [a for a in (*COPIES, *SHARDS, "pp") if len({at[a] for at in places.values()}) > 1]

@@ -99,7 +99,7 @@ def connect_again(job: Job, now: Generation, store_moved: bool) -> None:
 
 @contextlib.contextmanager
 def killed_if_stuck(watch: Watch) -> Iterator[None]:
-    """Kills this process if another rank dies within the context, and it does not end soon.
+    """Kills this process if another rank dies within the context, and the context lasts on.
 
     Gloo waits for ever for a member that has died, and no exception ends that. Another process then
     replaces this one, whose state is kept.
@@ -127,15 +127,15 @@ def begin_alone(
     """Begins the job of a process that replaces a rank, without connections to other ranks.
 
     Args:
-        mesh: The places of all ranks.
+        mesh: The coordinates of all ranks.
         timeout: Seconds that any wait for another rank may last.
         number: Number of earlier jobs of this process.
-        make_groups: As for :func:`fleetpipe.job.start.begin_together`.
-        transport: As for the same function.
+        make_groups: Makes the ranks' groups, as for :func:`fleetpipe.job.start.begin_together`.
+        transport: The name of the transport between ranks.
 
     Raises:
-        StateError: It is not the first job of the script, or the script has set variables that
-            Paddle reads when it is loaded.
+        StateError: The script has begun a job before, or set variables that Paddle reads when
+            loaded.
     """
     early = {name for name in {*os.environ, *ENVIRONMENT} if name.startswith(EARLY)}
     changed = [name for name in sorted(early) if os.environ.get(name) != ENVIRONMENT.get(name)]
@@ -184,7 +184,8 @@ def restore(states: KeptState, job: Job, directory: Path) -> int:
         directory: The directory of the attempt's files.
 
     Raises:
-        CheckpointError: The others are at different steps, or at one that this rank had not kept.
+        CheckpointError: The others are at different steps, or at a step that this rank has not
+            kept.
         PipelineTimeout: Some rank did not report its step within the limit.
     """
     deadline = time.monotonic() + job.timeout
@@ -215,10 +216,10 @@ def restore(states: KeptState, job: Job, directory: Path) -> int:
 
 @contextlib.contextmanager
 def _without_connections(timeout: float) -> Iterator[None]:
-    """While it is open, Paddle makes groups without connecting their members.
+    """In this context, Paddle makes groups without connecting their members.
 
-    The other ranks have made their groups before, and would not answer. After it, an operation of
-    such a group raises an error until the group is connected.
+    The other ranks have made their groups before, and would not answer. Later an operation of such
+    a group raises an error until the group is connected.
 
     Args:
         timeout: Seconds that a member of such a group may later wait for another one.

@@ -34,7 +34,7 @@ class Rank(WatchedProcess):
     Attributes:
         started: The first process, with the command and the environment that the launcher gave it.
         process: The process that runs now, or ran last.
-        code: The exit code of the last process; None until it has ended and none replaces it.
+        code: The exit code of the last process; None while it runs or will be replaced.
     """
 
     def __init__(self, started: RankProcess, healer: Healer) -> None:
@@ -62,9 +62,9 @@ class Rank(WatchedProcess):
 
 
 class Healer:
-    """Decides for each rank whose process ends whether another one replaces it, and starts that.
+    """Decides whether a new process replaces a rank's process that ended, and starts it.
 
-    It has no thread: a lock that a thread holds at a fork would stay locked in the child.
+    No thread is used: a lock that a thread holds at a fork would stay locked in the child.
     """
 
     def __init__(self, directory: Path, most: int) -> None:
@@ -91,7 +91,7 @@ class Healer:
         return self._ranks[-1]
 
     def handle_ended_processes(self) -> None:
-        """Handles the processes that have ended since the last call: replaces them, or notes it.
+        """Replaces processes that have ended since the last call, or records that they ended.
 
         The first call, after the ranks have been started, loads the modules of a replacement.
         """
@@ -119,7 +119,7 @@ class Healer:
     def _refuse_ended(self) -> None:
         """Refuses to heal if a rank has ended with 0 during the job, such as by ``os._exit``.
 
-        The others have noticed a death and wait for a process, which an end with 0 does not start.
+        The other ranks then wait for a new process, but an end with 0 starts none.
         """
         ended = [rank.started.rank for rank in self._ranks if rank.code == 0]
         if ended and not self._generation.refused:
@@ -130,7 +130,7 @@ class Healer:
                     return
 
     def _is_awaited(self, rank: int) -> bool:
-        """Returns whether the others still wait for a rank, which has ended.
+        """Returns whether the other ranks still wait for a rank whose process has ended.
 
         That is so if some process was replaced, and the rank is not among those that have come to
         connect with the new process.
@@ -182,8 +182,8 @@ class Healer:
     def _refuse(self, why: str) -> None:
         """Ends the healing of this attempt, and tells the ranks why.
 
-        If the last replaced process has not met the others yet, its exit is noted before this one,
-        so that it counts as the first cause.
+        If the last replaced process has not met the others yet, its exit is recorded first, so that
+        it counts as the cause.
         """
         self._generation = self._generation._replace(refused=why)
         attempt_files.write_generation(self._directory, self._generation)

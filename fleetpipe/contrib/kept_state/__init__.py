@@ -40,7 +40,7 @@ _ALIGNMENT = 64
 
 
 class Segment:
-    """A file in memory with two states of one rank, each of them blocks of bytes and a text.
+    """A file in memory with two states of one rank, each in a slot: blocks of bytes, and a text.
 
     A block has the bytes of a tensor; the text is JSON with the rest of the state.
 
@@ -96,7 +96,7 @@ class Segment:
         Args:
             step: The step.
             blocks: The bytes of the blocks, in the order of the index.
-            text: The rest of the state; see :meth:`takes`.
+            text: The rest of the state, which must fit (:meth:`takes`).
         """
         _, offset = min(zip(self._stored_counts(), self._slot_offsets))
         self._mark_slot(offset, 0, 0)
@@ -149,7 +149,7 @@ def _align(size: int) -> int:
 
 
 def _reserve_memory(descriptor: int, size: int, file: Path) -> None:
-    """Allocates the memory of a file now, since a later write without memory ends the process.
+    """Allocates the memory of a file, since a later write without memory would end the process.
 
     Raises:
         CheckpointError: There is too little memory.
@@ -181,7 +181,7 @@ class KeptLayout(NamedTuple):
     """The newest step after which all ranks of a layout have stored their states.
 
     Attributes:
-        degrees: The number of ranks along each axis; one process may play those of a pipeline.
+        degrees: The number of ranks along each axis; one process may run all ranks of a pipeline.
         step: The step.
         segments: The segment that has the state of each rank, by rank.
     """
@@ -239,8 +239,8 @@ def newest_kept(folder: Path) -> tuple[int, int, tuple[int, ...]] | None:
     """Returns the newest step that all ranks of a layout have stored; None if there is none.
 
     Returns:
-        The step, the number of ranks that stored it, and the smaller numbers of ranks with which
-        the job could go on; see :attr:`KeptLayout.smaller`.
+        The step, the number of ranks that stored it, and :attr:`KeptLayout.smaller`: fewer ranks
+        with which the job could go on.
     """
     kept = next(iter(complete_layouts(folder)), None)
     return kept and (kept.step, len(kept.segments), kept.smaller)

@@ -61,8 +61,8 @@ class Block(NamedTuple):
         dtype: Paddle's name of the dtype.
         shape: The shape of the full tensor.
         bytes: The bytes of the block.
-        cut: The fields of the :class:`Region` of the tensor that it has; None for the full tensor.
-        differs: Whether replicas may have different values, so that each one's are stored.
+        cut: The fields of the :class:`Region` of the tensor in the block; None for the full tensor.
+        differs: Whether replicas may have different values, so that each replica's are stored.
     """
 
     group: str
@@ -85,7 +85,7 @@ class Block(NamedTuple):
 
 
 class KeptStep:
-    """Lets ``restore_from`` read a stored step as it reads a step of a checkpoint.
+    """A step in memory, with the methods by which ``restore_from`` reads a checkpoint's step.
 
     The step has no checksums: in this host's memory a slot counts only when it is complete.
     """
@@ -116,7 +116,7 @@ class KeptStep:
         )
 
     def text(self, _name: str) -> Any:
-        """Returns the state that is no tensor."""
+        """Returns the state except tensors, in the form of ``state.json``."""
         return self._state
 
     def check_texts(self) -> None:
@@ -179,7 +179,7 @@ class KeptState:
 
     @classmethod
     def asked_for(cls, objects: Objects, ranks: Ranks) -> KeptState | None:
-        """Returns the store of states if the environment names its folder; else None."""
+        """Returns the stored states if the environment names a folder for them; else None."""
         folder = os.environ.get(FOLDER)
         return None if folder is None else cls(Path(folder), objects, ranks)
 
@@ -289,7 +289,7 @@ class KeptState:
 
     @dynamic_mode()
     def put_back(self, state: Mapping[str, Any]) -> None:
-        """Restores what :meth:`collect` returned."""
+        """Restores the state that :meth:`collect` returned."""
         beside = self._state_without_data()
         beside.put_back(state)
         beside.put_back_random(state["random"])
@@ -309,7 +309,7 @@ class KeptState:
 
     @dynamic_mode()
     def copy(self) -> Callable[[], None]:
-        """Copies the tensors; returns a function that restores these values."""
+        """Copies the values of all tensors; returns a function that restores them."""
         *_, local = self._collect_tensors(self._objects.script_part(self._ranks.coordinates))
         copies = writer.Snapshot().take(local)
 
@@ -324,7 +324,7 @@ class KeptState:
     def save(self, step: int, manager: CheckpointManager) -> None:
         """Saves the state after a step that all ranks have stored. Collective.
 
-        Afterwards the tensors are those of that step, and the other state is as before.
+        Afterwards tensors have their values of that step; other state is unchanged.
 
         Raises:
             CheckpointError: The step cannot be saved.
@@ -345,7 +345,7 @@ class KeptState:
             self.put_back(now)
 
     def _state_without_data(self) -> TrainingState:
-        """Returns the training state of all objects but the data's position."""
+        """Returns the training state of all objects except the position in the data."""
         objects = replace(self._objects, data=None)
         return objects.training_state(objects.model_part())
 
@@ -423,7 +423,7 @@ class KeptState:
 
     @property
     def _layout(self) -> Index:
-        """This rank, the number of ranks and the degrees, as in the index of a segment."""
+        """This rank, the number of ranks and the degrees, in the form of a segment's index."""
         ranks = self._ranks
         return {"rank": ranks.rank, "ranks": ranks.count, "degrees": ranks.layout}
 
@@ -448,7 +448,7 @@ class KeptState:
         """Removes this rank's other segments, and rank 0 those of ranks that no longer exist.
 
         Args:
-            kept: The segment that stays. It has the two newest steps, as on all ranks.
+            kept: The segment that stays; like those of other ranks it has the two newest steps.
         """
         self._segments = {file: each for file, each in self._segments.items() if each is kept}
         for file in self.folder.glob("rank-*"):

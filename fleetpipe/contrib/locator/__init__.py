@@ -95,7 +95,7 @@ class Location(NamedTuple):
 
     Attributes:
         layer: The path of a layer or parameter in the full model; "" for the whole step.
-        phase: The phase of the step, as in ``record.TensorKey``.
+        phase: The phase of the step, such as "forward"; ``record.TensorKey`` lists all.
         axis: The axis of the mesh along which ranks are wrong; "" if unknown.
         ranks: The ranks of the job whose values are wrong.
         step: The training step, from 0.
@@ -145,7 +145,7 @@ def cause_of_wrong_loss(
     rows: int,
     degrees: Mapping[str, int],
 ) -> str:
-    """Returns the cause why a job's loss differs from that of its twin, the run on one device.
+    """Returns why a job's loss differs from that of its twin, the run on one device.
 
     Args:
         ratio: The sum of the ranks' losses over the sum of the twin's.

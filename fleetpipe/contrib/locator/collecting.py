@@ -49,7 +49,7 @@ Wrapper = Callable[..., Any]
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs a script and records its steps as the environment asks.
+    """Runs a script and records its steps, with the settings in the environment.
 
     Returns:
         The script's own exit code; 0 once the wanted number of steps is recorded.
@@ -105,16 +105,16 @@ def collecting(recorder: Recorder, feed: Feed | None = None) -> Iterator[None]:
 
 
 def _classes_defining(base: type, name: str) -> list[type]:
-    """Returns those of a class and its subclasses that define a method themselves."""
+    """Returns the class and its subclasses, as far as they define the method themselves."""
     kinds = {base} if name in base.__dict__ else set()
     derived: list[type] = base.__subclasses__()
     return [*kinds.union(*(_classes_defining(kind, name) for kind in derived))]
 
 
 def _draw_mask(original: Wrapper, x: Tensor, *more: Any, **named: Any) -> np.ndarray:
-    """Returns the mask that a dropout will draw next, and puts the random state back.
+    """Returns the mask that a dropout will draw next, and restores the random state.
 
-    It is drawn over ones, since the output of a dropout does not show its mask where x is 0.
+    The dropout gets ones, since its output does not show the mask where ``x`` is 0.
     """
     states = paddle.get_rng_state()
     with paddle.no_grad():
@@ -169,7 +169,7 @@ class _Hooks(BatchObserver):
         return self.call_unrecorded(original, **passed)
 
     def build_without_recompute(self, original: Wrapper, *arguments: Any, **named: Any) -> None:
-        """Builds a pipeline without recompute, which would not get the job's dropout masks."""
+        """Builds a pipeline without recompute, which would draw other masks than the job's."""
         original(*arguments, **{**named, "recompute_interval": 0})
 
     def call_layer(self, original: Wrapper, layer: Layer, *inputs: Any, **named: Any) -> Any:
@@ -227,7 +227,7 @@ class _Hooks(BatchObserver):
             self._in_recompute = before
 
     def _enter_outermost_layer(self, layer: Layer, inputs: list[Nest]) -> None:
-        """Records what goes into an outermost layer: samples into a model, labels into a loss."""
+        """Records the inputs of an outermost layer: samples of a model, labels of a loss."""
         recorder = self._recorder
         inner = wrapped_layer(layer) or layer
         new = recorder.path_of(inner) is None and recorder.add_root(layer)
@@ -348,7 +348,7 @@ class _Hooks(BatchObserver):
     def clip_gradients(
         self, original: Wrapper, clip: Any, pairs: Any, *more: Any, **named: Any
     ) -> Any:
-        """Clips gradients and records them; a clip may call another one."""
+        """Clips gradients and records them, once if a clip calls another clip."""
         self._clips_within += 1
         try:
             clipped = original(clip, pairs, *more, **named)
@@ -399,12 +399,12 @@ class _Hooks(BatchObserver):
         return result
 
     def clear_grad(self, original: Wrapper, optimizer: Optimizer, *more: Any, **named: Any) -> None:
-        """Clears gradients, unless the step was put off and they still accumulate."""
+        """Clears gradients, unless a twin put its step off: then they still accumulate."""
         if not self._put_off[id(base_optimizer(optimizer))]:
             original(optimizer, *more, **named)
 
     def _record_optimizer_inputs(self, optimizer: Optimizer) -> None:
-        """Records gradients, learning rate and parameter names; sets a twin's to the job's."""
+        """Records gradients, learning rate and parameter names; a twin first gets the job's."""
         recorder = self._recorder
         put_off = self._put_off[id(base_optimizer(optimizer))]
         if put_off and self._feed is not None:

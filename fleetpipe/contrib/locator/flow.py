@@ -33,7 +33,7 @@ _SHARDED_AXES = ("mp", "ep", "sep", "cp")
 
 
 class Tolerances:
-    """The differences that rounding may cause in each tensor, as measured."""
+    """The measured differences that rounding may cause in each tensor."""
 
     def __init__(self, twin: Record, perturbed: Record | None) -> None:
         """Measures how far the twin and its perturbed run are apart.
@@ -74,7 +74,7 @@ class StepBesideTwin:
         twin: The tensors of one device.
         number: The number of the step.
         ranks: The job's ranks by number.
-        degrees: The degrees of the axes that are split.
+        degrees: The degree of each axis along which the job has several ranks.
         scales: The factors by which a rank's loss or gradient may be larger before ranks average
             it, without a fault.
         reads_on: Whether the twin has read the samples of several replicas one after another.
@@ -98,7 +98,7 @@ class StepBesideTwin:
                 self.positions.setdefault(key_in_any_batch(key), position)
 
     def key(self, phase: str, name: str = "", role: str = "", micro_batch: int = -1) -> TensorKey:
-        """Returns the key of a tensor of this step; see :class:`TensorKey`."""
+        """Returns the key of a tensor of this step from the fields of :class:`TensorKey`."""
         return TensorKey(self.number, phase, name, micro_batch, role)
 
     def tolerance(self, key: TensorKey, tensor: np.ndarray) -> float:
@@ -112,7 +112,7 @@ class StepBesideTwin:
         return possible_shards(full, shape, self.ranks[rank].coordinate, self.degrees)
 
     def gaps_of_ranks(self, key: TensorKey, expected: np.ndarray) -> dict[int, float]:
-        """Returns by rank the relative difference of its tensor from the expected one.
+        """Returns, by rank, the relative difference of the rank's tensor from the expected one.
 
         Ranks without such a tensor are left out.
         """
@@ -120,7 +120,7 @@ class StepBesideTwin:
         return {n: gap(tensor, expected) for n, tensor in tensors.items() if tensor is not None}
 
     def ranks_along(self, rank: int, axes: Iterable[str], among: Iterable[int]) -> list[int]:
-        """Returns the ranks of ``among`` whose coordinates equal ``rank``'s but on ``axes``."""
+        """Returns the ranks of ``among`` whose coordinates equal ``rank``'s except on ``axes``."""
         ignored = dict.fromkeys(axes, 0)
         fixed = {**self.ranks[rank].coordinate, **ignored}
         return [n for n in among if {**self.ranks[n].coordinate, **ignored} == fixed]
@@ -151,14 +151,14 @@ class StepBesideTwin:
         tolerance: float = 0.0,
         among: Collection[int] = (),
     ) -> Location:
-        """Describes where and how ranks are wrong in this step.
+        """Returns the :class:`Location` of a difference in this step.
 
         Args:
-            layer: As for :class:`Location`, like the other arguments that are not described here.
+            layer: The layer or parameter.
             phase: The phase of the step.
             wrong: The ranks whose values are wrong.
             cause: The likely cause, in a sentence.
-            axis: The axis along which they are wrong; "" finds it out.
+            axis: The axis along which ranks are wrong; for "" it is computed.
             micro_batch: The micro-batch.
             difference: The largest relative difference.
             tolerance: The difference that rounding causes.
@@ -177,7 +177,7 @@ class StepBesideTwin:
         cause: str,
         *likely: str,
     ) -> Location | None:
-        """Describes the ranks that differ by more than rounding; None if there are none.
+        """Returns the location of ranks that differ by more than rounding; None without such ranks.
 
         Args:
             layer: The layer or parameter.
@@ -226,12 +226,12 @@ class Outcome(NamedTuple):
 
 
 class LayerChecks:
-    """Compares the samples of a step, the tensors between its layers, and their gradients.
+    """Compares the samples of a step, the inputs and outputs of layers, and their gradients.
 
     Attributes:
         rows: The number of rows of a micro-batch of the one-device twin.
-        waiting: The outcomes of the last tensor whose ranks' values only add up to the right one,
-            until a right tensor follows.
+        waiting: The outcomes of the last tensor whose values on the ranks are wrong but add up to
+            the right one, until a right tensor follows.
     """
 
     def __init__(self, step: StepBesideTwin, samples: SampleMatch) -> None:
@@ -290,8 +290,8 @@ class LayerChecks:
     ) -> list[Outcome] | None:
         """Returns the outcomes, on all ranks, of the first tensor that is wrong on some rank.
 
-        Values that add up to the right one over the ranks may be summed later. They are wrong if
-        the next difference comes before a right tensor.
+        Values whose sum over the ranks is right may be summed later. They count as wrong if the
+        next difference comes before a right tensor.
 
         Args:
             outcomes: The comparisons of all ranks.
@@ -343,7 +343,7 @@ class LayerChecks:
     def _tensor_pairs(
         self, rank: RankTensors, key: TensorKey, tensor: np.ndarray, full_tensors: list[np.ndarray]
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields pairs of a rank's tensor and a tensor that it may have to equal.
+        """Yields pairs of a rank's tensor and a tensor that may be the expected one.
 
         The second is a shard of one of the one-device twin's ``full_tensors``. A gradient is
         divided by each factor by which it may be too large before ranks average it.
@@ -358,8 +358,8 @@ class LayerChecks:
 
         Args:
             rank: The rank.
-            key: The key of its tensor.
-            size: The number of elements of its tensor.
+            key: The key of the rank's tensor.
+            size: The number of elements of the rank's tensor.
         """
         calls = max(self._calls[key.name, key.role], 1)
         calls_here = self._calls_of_ranks[rank.rank][key.name, key.role, key.micro_batch]
@@ -396,7 +396,7 @@ class LayerChecks:
     def twin_rows_of(self, rank: RankTensors, micro_batch: int) -> SampleRows:
         """Returns the one-device twin's rows with the samples of a micro-batch of a rank.
 
-        If samples cannot be told apart, it is the twin's micro-batch at the same position.
+        If samples cannot be told apart, these are the twin's micro-batch at the same position.
         """
         replica = self._step.job.replica(rank)
         unknown = SampleRows((), replica * self._micro_batches + micro_batch)
@@ -405,7 +405,7 @@ class LayerChecks:
     # The cause
 
     def describe(self, outcomes: list[Outcome]) -> Location:
-        """Describes where and why a tensor is wrong.
+        """Returns the location and the likely cause of a wrong tensor.
 
         Args:
             outcomes: The comparison on every rank that has the tensor, right ones included: which
@@ -514,7 +514,7 @@ class LayerChecks:
     def first_layer_without_input_gradient(self) -> str:
         """Returns the outermost layer that gives its inputs no gradient; "" if none.
 
-        Of several it is the first in the order of the one-device twin's backward.
+        Of several, the first in the order of the one-device twin's backward.
         """
         # By layer and role, the outputs that have a gradient on no rank.
         number, lost = self._step.number, set[tuple[str, str]]()

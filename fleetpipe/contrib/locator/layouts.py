@@ -63,7 +63,7 @@ class SampleMatch(NamedTuple):
 
 
 def match_samples(job: Record, twin: Record, step: int) -> SampleMatch:
-    """Finds the samples of each replica in the twin's batches of a step, by their bytes."""
+    """Finds each replica's samples in the twin's batches of a step; equal bytes, equal sample."""
     (single,) = twin.ranks
     expected = bytes_of_rows(single, step)
     samples: Samples = {}
@@ -100,8 +100,7 @@ def match_samples(job: Record, twin: Record, step: int) -> SampleMatch:
 def _find_repeated(samples: Samples, expected: dict[int, list[bytes]]) -> tuple[str, int] | None:
     """Finds a replica that reads another replica's samples, which one device reads only once.
 
-    Returns its cause and number, as :class:`SampleMatch` has them; None if there is no such
-    replica.
+    Returns the field ``wrong`` of :class:`SampleMatch`: cause and number of the replica, or None.
     """
     twin_counts = Counter(chain.from_iterable(expected.values()))
     earlier: Counter[bytes] = Counter()  # of the replicas before
@@ -116,7 +115,7 @@ def _find_repeated(samples: Samples, expected: dict[int, list[bytes]]) -> tuple[
 def _find_reordered(samples: Samples, expected: dict[int, list[bytes]]) -> tuple[str, int] | None:
     """Finds a replica that reads its samples in another order, if others have the twin's order.
 
-    Returns as :func:`_find_repeated` does.
+    Returns the cause and the number of the replica, or None, as :func:`_find_repeated` does.
     """
 
     def in_order(of_replica: dict[int, list[bytes]]) -> bool:
@@ -129,7 +128,7 @@ def _find_reordered(samples: Samples, expected: dict[int, list[bytes]]) -> tuple
 
 
 def bytes_of_rows(rank: RankTensors, step: int) -> dict[int, list[bytes]]:
-    """Returns the bytes of each row of a rank's inputs in a step, by micro-batch."""
+    """Returns the bytes of each input row (sample) of a rank in a step, by micro-batch."""
     tensors: dict[int, list[np.ndarray]] = defaultdict(list)
     for key, tensor in rank.in_phase(step, "data").items():
         if key.role.startswith("input") and tensor.ndim:
@@ -144,14 +143,13 @@ def bytes_of_rows(rank: RankTensors, step: int) -> dict[int, list[bytes]]:
 
 
 def is_sample(label: np.ndarray, key: TensorKey, twin: RankTensors) -> bool:
-    """Returns whether a rank's label belongs to a sample of the twin's, or consists of integers.
+    """Returns whether a label is comparable: of integers, or in the data of the twin too.
 
-    Other labels, such as weights or scaled targets, may be computed: they are not compared, only
-    their loss is.
+    Other labels, such as weights or scaled targets, may be computed: only their loss is compared.
 
     Args:
         label: The label.
-        key: Its key.
+        key: The key of the label.
         twin: The tensors of one device.
     """
     full_tensors = (t for p, t in twin.in_phase(key.step, "data").items() if p.role == key.role)
@@ -213,7 +211,7 @@ class DimensionCut(NamedTuple):
     def indices(
         self, size: int, coordinate: Mapping[str, int], degrees: Mapping[str, int]
     ) -> np.ndarray:
-        """Returns which of the ``size`` indices of the dimension a rank has."""
+        """Returns which of the ``size`` indices along the dimension a rank has."""
         axes, indices = self.axes, np.arange(size)
         if self.zigzag:
             ranks, number = degrees[axes[0]], coordinate.get(axes[0], 0)
@@ -375,7 +373,7 @@ class FullTensors:
 
         Args:
             name: The parameter.
-            parts: By rank, what it has of the tensor: the full tensor, a shard, or None.
+            parts: By rank, the full tensor, the rank's shard, or None.
             like: The one-device twin's tensor.
         """
         full_tensors = [part for part in parts if part is not None and part.shape == like.shape]
@@ -413,7 +411,7 @@ class FullTensors:
             like: The twin's tensor.
 
         Returns:
-            If several layouts are as near, the likeliest; None if no layout has such shapes.
+            Of several equally near layouts, the likeliest; None if no layout has such shapes.
         """
         if name not in self._layouts:
             apart = self._gaps_by_layout(parts, like)
@@ -429,7 +427,7 @@ class FullTensors:
     def _gaps_by_layout(
         self, parts: Sequence[np.ndarray | None], like: np.ndarray
     ) -> dict[Layout, float]:
-        """Returns by possible layout how far the ranks' parts are from the shards of a full tensor.
+        """Returns, by possible layout, how far the ranks' parts are from a full tensor's shards.
 
         Args:
             parts: By rank, its shard; None if it has none.
@@ -452,11 +450,11 @@ class FullTensors:
         """Finds the parameters whose layout the one-device twin's values do not show.
 
         Args:
-            drawn: The twin's parameters as the script draws them, before it is given the job's.
+            drawn: The twin's parameters as the script draws them, before they are set to the job's.
 
         Returns:
-            By name of such a parameter, whether the ranks have the twin's numbers in other places;
-            False if they have other numbers.
+            By parameter, whether the ranks have the twin's numbers in other places; False if they
+            have other numbers.
         """
         unclear: dict[str, bool] = {}
         for name, like in drawn.items():
@@ -470,6 +468,8 @@ class FullTensors:
 
     def mask(self, key: TensorKey, shape: tuple[int, ...], twin: RankTensors) -> np.ndarray | None:
         """Returns the mask that the job's dropout drew for the samples of a twin's micro-batch.
+
+        A sample is recognized by the bytes of its inputs; else by the number of its micro-batch.
 
         Args:
             key: The key of the twin's mask.
@@ -485,21 +485,21 @@ class FullTensors:
         sources = [source for source in matched if source is not None]
         if len(sources) < len(samples) or not samples:
             # Ranks with parts of sequences: the contents do not show the samples.
-            counts = [p.micro_batch for rank in self._job.ranks for p in rank.tensors]
+            numbers = [k.micro_batch for rank in self._job.ranks for k in rank.tensors]
             # The twin reads the micro-batches of one replica after those of another.
-            replica, number = divmod(key.micro_batch, 1 + max(counts))
-            there = key._replace(micro_batch=number)
+            replica, number = divmod(key.micro_batch, 1 + max(numbers))
+            job_key = key._replace(micro_batch=number)
             data = twin.in_phase(key.step, "data").items()
-            full = {p.role: t for p, t in data if p.micro_batch == key.micro_batch}
-            return self._join_replica(there, replica, shape, full)
+            whole_samples = {k.role: t for k, t in data if k.micro_batch == key.micro_batch}
+            return self._join_replica(job_key, replica, shape, whole_samples)
         # Samples stand along the first dimension of a mask, or along the second.
         for axis in range(min(2, len(shape))):
             pieces = []
             for sample, (replica, number, rows) in zip(samples, sources):
                 size = shape[axis] // len(samples) * len(rows)
-                there = key._replace(micro_batch=number)
+                job_key = key._replace(micro_batch=number)
                 full_shape = (*shape[:axis], size, *shape[axis + 1 :])
-                joined = self._join_replica(there, replica, full_shape)
+                joined = self._join_replica(job_key, replica, full_shape)
                 if joined is not None:
                     pieces.append(np.split(joined, len(rows), axis)[rows.index(sample)])
             if len(pieces) == len(samples):
@@ -507,7 +507,7 @@ class FullTensors:
         return None
 
     def _sources(self, step: int) -> dict[bytes, tuple[int, int, list[bytes]]]:
-        """Returns by a sample's bytes its replica, its micro-batch, and the latter's samples."""
+        """Returns, by a sample's bytes, its replica, its micro-batch, and all samples of that."""
         if step not in self._sources_of:
             self._sources_of[step] = {
                 sample: (self._job.replica(rank), number, rows)
@@ -524,14 +524,14 @@ class FullTensors:
         shape: tuple[int, ...],
         samples: Mapping[str, np.ndarray] | None = None,
     ) -> np.ndarray | None:
-        """Joins what a replica's ranks have of a tensor; returns None if they have nothing.
+        """Joins a tensor from the parts on a replica's ranks; returns None if no rank has a part.
 
         Args:
             key: The key of the tensor.
             replica: The number of the replica.
             shape: The shape of the full tensor.
-            samples: The full samples by role, where ranks have parts of sequences: they show the
-                order of the parts.
+            samples: The full samples by role, if ranks have parts of sequences: they show the order
+                of the parts.
         """
         parts = self._tensors_of_replica(replica, key)
         first = next((part for part in parts if part is not None), None)
@@ -550,7 +550,7 @@ class FullTensors:
         return next(iter(joined.values()), None)
 
     def _tensors_of_replica(self, replica: int, key: TensorKey) -> list[np.ndarray | None]:
-        """Returns the tensor of each rank of the job; None if it is not of the replica."""
+        """Returns, for each rank of the job, its tensor; None for ranks of other replicas."""
         ranks = self._job.ranks
         return [r.tensors.get(key) if self._job.replica(r) == replica else None for r in ranks]
 
@@ -582,7 +582,7 @@ class FullTensors:
             kind: "input" or "label".
 
         Returns:
-            For each micro-batch, its tensors by their paths in the containers of the batch.
+            For each micro-batch, the tensors by their paths in the containers of the batch.
         """
         batches: dict[tuple[int, int], dict[str, np.ndarray]] = {}
         for rank in self._job.ranks:

@@ -103,7 +103,7 @@ class _Comparison:
     # Data and loss
 
     def _check_mode(self) -> Location | None:
-        """Finds ranks that recorded a loss and no inputs: their model is in the mode of eval()."""
+        """Finds ranks that recorded a loss but no inputs, as their model is in evaluation mode."""
         step = self._step
         training, wrong = [], []
         for rank in step.job.ranks:
@@ -177,7 +177,7 @@ class _Comparison:
     def _check_losses(self) -> Location | None:
         """Compares the losses from which backward begins.
 
-        Their sum may differ from the twin's by one of the factors ``scales`` of the step.
+        Their sum may be larger than the twin's by one of the factors ``scales`` of the step.
         """
         step, flow = self._step, self._flow
         shares, expected = self._losses_by_coordinate(), _losses_of_rank(step.twin, step.number)
@@ -220,10 +220,10 @@ class _Comparison:
         return min(abs(ratio / scale - 1) for scale in self._step.scales)
 
     def _losses_by_coordinate(self, *more: str) -> dict[tuple[int, ...], Losses]:
-        """Returns the losses of one rank for each coordinate on the axes that split data.
+        """Returns the losses of one rank for each group of coordinates on axes that split data.
 
         Args:
-            more: Further axes: one rank for each coordinate on all of these.
+            more: Further axes whose coordinates are distinguished.
 
         Returns:
             The losses by the rank's coordinates on dp, sharding, sep, cp, ep and ``more``.
@@ -397,7 +397,7 @@ def _read_earlier_twins(folder: Path) -> tuple[record.Record, record.Record]:
 def _find_wrong_cut(
     job: record.Record, twin: record.Record, finding: Location | None
 ) -> Location | None:
-    """Finds a weight whose shards are cut in another way than expected, if nothing else differs.
+    """If nothing else differs, finds a weight whose shards are cut in an unexpected way.
 
     Args:
         job: The tensors of the job's ranks.
@@ -443,14 +443,15 @@ def locate(
 
     Args:
         path: The script.
-        arguments: Its arguments.
+        arguments: The script's arguments.
         nproc: The number of processes.
-        twin: Variables ``"NAME=VALUE"`` of the environment for degrees 1; empty with
-            ``twin_arguments=None``: degrees are set to 1 in ``fleet.init``.
-        twin_arguments: Additional arguments, after the others, with which it runs at degrees 1.
+        twin: Variables ``"NAME=VALUE"`` of the environment that make the script use degrees 1.
+            Without these and ``twin_arguments``, ``fleet.init`` sets degrees to 1.
+        twin_arguments: Additional arguments, after the others, that make the script use degrees 1.
         steps: The number of steps to compare; the script is ended after them.
         record: A folder that stores the tensors of job and twin.
-        against: Such a folder; the job is compared with the twin in it.
+        against: A folder from ``record`` of an earlier call; the job is compared with the twin in
+            it.
         log_dir: The folder for the logs of several processes.
         timeout: A run that finishes no step within so many seconds is ended.
 

@@ -26,8 +26,8 @@ class Setting(NamedTuple):
         steps: The number of steps.
         job: For a twin: the folder of the job whose values it uses; "" for the job itself.
         perturbed: For a twin: whether its numbers are changed by a unit in the last place.
-        automatic: For a twin: whether ``fleet.init`` sets all degrees to 1; else the user's options
-            do.
+        automatic: For a twin: whether ``fleet.init`` is made to set all degrees to 1; if not, the
+            user's options do.
     """
 
     folder: str

@@ -28,7 +28,7 @@ class BestSum(NamedTuple):
     """The axes along which the sums of the ranks' gradients are nearest to the twin's gradient.
 
     Attributes:
-        apart: By rank, the relative difference between its sum and the twin's gradient.
+        apart: By rank, the relative difference between the sum and the twin's gradient.
         axes: The axes along which the gradients are added up.
     """
 
@@ -37,13 +37,13 @@ class BestSum(NamedTuple):
 
 
 class ParameterChecks:
-    """Compares parameters, gradients and buffers in each phase of a step, one phase a method.
+    """Compares parameters, gradients and buffers in a step; each method compares one phase.
 
     Each ``check_`` method returns the first difference of its phase, or None.
 
     Attributes:
-        most_gradients_wrong: Whether gradients before the reduction are wrong for most parameters,
-            as :meth:`find_gradient` has found.
+        most_gradients_wrong: Whether :meth:`find_gradient` has found wrong gradients of most
+            parameters, before the reduction.
     """
 
     def __init__(self, step: StepBesideTwin) -> None:
@@ -259,7 +259,7 @@ class ParameterChecks:
     def _describe_gradient(
         self, name: str, best: BestSum, bad: list[int], full: np.ndarray, tolerance: float
     ) -> Location:
-        """Describes a gradient that is wrong before the reduction.
+        """Returns the location and likely cause of a gradient that is wrong before the reduction.
 
         Args:
             name: The parameter.
@@ -339,7 +339,7 @@ class ParameterChecks:
     def _describe_reduction(
         self, name: str, full: np.ndarray, bad: list[int], worst: float, tolerance: float
     ) -> Location:
-        """Describes a gradient that is wrong after the reduction.
+        """Returns the location and likely cause of a gradient that is wrong after the reduction.
 
         Args:
             name: The parameter.
@@ -468,8 +468,8 @@ class ParameterChecks:
     def _is_sent_later(self, number: int, name: str) -> bool:
         """Returns whether rank ``number`` receives a parameter only after this step's record.
 
-        Another rank steps the parameter then, and the script sends it: the receiver has the update
-        at the beginning of the next step. Of the last step, which has no next one, this is assumed.
+        Another rank updates the parameter then, and the script sends it, so that this rank has the
+        new value at the beginning of the next step. After the last step this is assumed.
         """
         stepping = self._ranks_stepping(name)
         if not stepping or number in stepping:
@@ -484,12 +484,12 @@ class ParameterChecks:
     # Shared by the checks
 
     def _by_rank(self, phase: str, name: str, later: int = 0) -> ByRank:
-        """Returns by rank its parameter, gradient or buffer of a phase.
+        """Returns, by rank, the rank's parameter, gradient or buffer in a phase.
 
         Args:
             phase: The phase.
             name: The parameter or buffer.
-            later: How many steps after this one; -1 is the step before.
+            later: 0 for this step, 1 for the next, -1 for the step before.
 
         Returns:
             The tensors, full or shards; ranks without one are left out.
@@ -509,7 +509,7 @@ class ParameterChecks:
         return {self._step.ranks[n].coordinate.get("pp", 0) for n in self._ranks_with(name)}
 
     def _gaps_to_shards(self, by_rank: ByRank, full: np.ndarray) -> dict[int, float]:
-        """Returns by rank the relative difference between its tensor and its shard of the twin's.
+        """Returns, by rank, the relative difference of its tensor from its shard of the twin's.
 
         How tensors are split is not recorded: of the shards that a rank may have, the one with the
         smallest difference counts. The difference is 0 if no shard has the shape of the tensor.
@@ -531,7 +531,7 @@ class ParameterChecks:
     def _axes_splitting(self, by_rank: ByRank, full: np.ndarray) -> tuple[str, ...]:
         """Returns the axes that split a tensor, by the shapes of a rank's and the twin's tensor.
 
-        Of several possible layouts it is the first; () if none fits.
+        Of several possible layouts the first counts; () if none fits.
         """
         shape = next(iter(by_rank.values())).shape
         layout = next(possible_layouts(full.shape, shape, self._step.degrees), ())
@@ -566,7 +566,7 @@ class ParameterChecks:
         difference: float = float("inf"),
         tolerance: float = 0.0,
     ) -> Location:
-        """Describes a difference of a parameter; see :meth:`StepBesideTwin.location`."""
+        """Returns the location of a parameter's difference, by :meth:`StepBesideTwin.location`."""
         layer, cause = name.rpartition(".")[0] or name, f"{name}: {cause}" if name else cause
         return self._step.location(layer, phase, ranks, cause, axis, None, difference, tolerance)
 

@@ -33,7 +33,7 @@ _SOURCE = Source(
 
 
 class TensorKey(NamedTuple):
-    """The key of a tensor in a record: it says what the tensor is.
+    """The key of a recorded tensor, which says what the tensor is.
 
     Attributes:
         step: The training step, from 0.
@@ -59,7 +59,7 @@ class RankTensors:
 
     Attributes:
         rank: The rank in the job.
-        coordinate: Its coordinate on each axis with a degree above 1.
+        coordinate: The rank's coordinate on each axis with a degree above 1.
         tensors: The tensors by key, in the order in which they were computed.
         sources: By the key of a layer's output, the keys of the layer's inputs.
     """
@@ -112,7 +112,7 @@ class Record(NamedTuple):
 
 
 def write(folder: Path, record: RankTensors, degrees: Mapping[str, int], step: int) -> None:
-    """Writes one step of a rank, and removes it from memory.
+    """Writes the tensors of one step of a rank, and removes them from memory.
 
     Args:
         folder: The folder.
@@ -189,7 +189,7 @@ def _read_keys(value: JsonValue) -> list[TensorKey]:
 
 
 def _read_file(file: Path) -> tuple[JsonValue, dict[str, np.ndarray]]:
-    """Reads the index of a file, and the arrays by their number in it."""
+    """Reads a file; returns its index, and the arrays by their numbers in the index."""
     with needed_for("a record of a run"):
         from safetensors import SafetensorError, safe_open
     try:

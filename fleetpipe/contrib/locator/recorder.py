@@ -32,7 +32,7 @@ _FLOATS = (paddle.float16, paddle.bfloat16, paddle.float32, paddle.float64)
 
 
 class Finished(SystemExit):
-    """The wanted number of steps is recorded, so that the script can stop."""
+    """Ends the script, as the wanted number of steps is recorded."""
 
 
 class Recorder:
@@ -44,8 +44,8 @@ class Recorder:
         in_pipeline: Whether ``train_batch`` runs; the engine then sets the micro-batch.
         forwarding: Whether ``train_batch`` runs the forward of a micro-batch.
         recorded: The tensors of this step.
-        made: By the id of a tensor, each output of a layer in this step, and its key. The tensors
-            are held, so that no other tensor gets the id.
+        made: Each output of a layer in this step and its key, by ``id()``. The dict holds the
+            tensors, so that no other one gets the id.
         stored_phases: The phases of this step whose gradients are stored.
     """
 
@@ -178,7 +178,7 @@ class Recorder:
         return TensorKey(self.step, "forward", path, self.micro_batch, "mask", call)
 
     def store_parameters(self, phase: str) -> None:
-        """Stores parameters: in phase "update" all, else those that changed since the last time."""
+        """Stores parameters: all in phase "update", else those changed since the last call."""
         for name, parameter in self.parameters().items():
             array = numbers_of(parameter.detach())
             last = self._last.get(name)

@@ -79,7 +79,7 @@ class Feed:
         return _count_samples(recorded, step) < sum(counts.values())
 
     def set_rate(self, step: int, optimizer: Optimizer) -> None:
-        """Sets the optimizer's learning rate to the job's in a step, if a scheduler computes it."""
+        """Sets the optimizer's learning rate to the job's in a step, if that has a scheduler."""
         key = TensorKey(step, "optimizer input", "", role="learning rate")
         rate, value = learning_rate_of(optimizer), self._job.ranks[0].tensors.get(key)
         if value is not None and isinstance(rate, paddle.optimizer.lr.LRScheduler):
@@ -94,8 +94,8 @@ class Feed:
             pipeline: The twin's pipeline, which takes the micro-batches of all replicas.
 
         Returns:
-            The samples of all replicas if ``data`` has those of one, else ``data``; perturbed if
-            the twin is.
+            The samples of all replicas if ``data`` has those of one, else ``data``; a perturbed
+            twin gets them perturbed.
         """
         if self.replicas == 1 and self._random is None:
             return data
@@ -105,7 +105,7 @@ class Feed:
         return map_tensors(self._perturb, batches)
 
     def _fill_with_samples(self, step: int, data: Any, pipeline: PipelineParallel) -> Any:
-        """Returns the samples of all replicas in the containers of a batch of one, if they fit."""
+        """Returns all replicas' samples in the containers of one replica's batch, if they fit."""
         wanted = pipeline.accumulate_steps
         inputs, labels = (self.full_tensors.batches(step, kind) for kind in ("input", "label"))
         listed = isinstance(data, (list, tuple)) and len(data) == 2
@@ -131,7 +131,7 @@ class Feed:
         return copied
 
     def _assign(self, tensor: Tensor, value: np.ndarray) -> None:
-        """Sets the numbers of a tensor, each changed by at most a unit if the twin is perturbed."""
+        """Sets a tensor's numbers; a perturbed twin changes each by at most its last place."""
         if self._random is not None and value.dtype.kind == "f":
             moved = value * (1 + unit_of(tensor.dtype) * self._random.integers(-1, 2, value.shape))
             value = np.asarray(moved, value.dtype)
@@ -152,7 +152,7 @@ def _fill_nest(template: Nest, values: Mapping[str, np.ndarray]) -> Nest:
 
 @contextmanager
 def degrees_of_one(replicas: int) -> Iterator[None]:
-    """While it is open, ``fleet.init`` creates a job of one rank, whatever degrees are asked for.
+    """In this context, ``fleet.init`` creates a job of one rank, whatever degrees it gets.
 
     The pipelines of this job take the micro-batches of all replicas.
     """
@@ -185,11 +185,11 @@ def _strategy_of_one_rank(strategy: Any, replicas: int) -> Any:
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:
-    """Does nothing: with one rank the collective leaves its tensor unchanged."""
+    """Replaces a collective that, with one rank, leaves its tensor unchanged: does nothing."""
 
 
 def _append_tensor(tensors: list[Any], tensor: Any, *_: Any, **__: Any) -> None:
-    """Appends a rank's own tensor, which is all that a gather over one rank finds."""
+    """Replaces a gather, which over one rank has only the rank's own tensor: appends that."""
     tensors.append(tensor)
 
 

@@ -41,16 +41,16 @@ def adapt(
     parameters too, set their ``stop_gradient = False`` afterwards.
 
     Args:
-        model: The list of layers of a ``PipelineLayer``, of which each layer draws under its own
-            seed; or a plain layer, as :func:`fleetpipe.pipeline` takes it.
-        targets: The last parts of the paths of the layers, such as ``["qkv", "mlp.up"]``. Paths in
-            a list begin with the number of the entry: ``"3.qkv"``. The layers are ``nn.Linear``,
+        model: The list of layers of a ``PipelineLayer``, or a plain layer for
+            :func:`fleetpipe.pipeline`.
+        targets: The last parts of the paths of the layers, such as ``["qkv", "mlp.up"]``. In a list
+            of layers, paths begin with a layer's number: ``"3.qkv"``. The layers are ``nn.Linear``,
             ``ColumnParallelLinear`` or ``RowParallelLinear``.
         rank: Columns of ``lora_A``.
         alpha: The scale of an adapter's output, times ``rank``.
 
     Returns:
-        The layer itself, or a list of other descriptions.
+        The layer itself, or a new list of layers.
 
     Raises:
         ConfigError: The model is cut already, a target is in no path, or a layer is not linear. The
@@ -91,7 +91,7 @@ def adapt(
 
 
 def merge(model: Layer) -> Layer:
-    """Adds each adapter to the weight beside it, and removes it. Not collective.
+    """Adds each adapter to the weight beside it, and removes the adapter. Not collective.
 
     Args:
         model: A plain layer with adapters; its linear layers get their own classes again.
@@ -101,7 +101,7 @@ def merge(model: Layer) -> Layer:
         The layer itself.
 
     Raises:
-        ConfigError: It is a pipeline.
+        ConfigError: ``model`` is a pipeline.
     """
     if isinstance(without_wrappers(model), PipelineLayer):
         raise ConfigError(
@@ -139,13 +139,13 @@ class _AdapterOptions:
 
         Args:
             model: The model, or an entry of a list of layers.
-            path: The path of ``model`` itself.
+            path: The path of ``model`` in the whole model.
 
         Returns:
-            The path and the layer of each.
+            The path and the layer of each layer that gets an adapter.
 
         Raises:
-            ConfigError: One of them takes no adapter, or the model has adapters already.
+            ConfigError: A target takes no adapter, or the model has adapters already.
         """
         for name, _ in _adapted_layers(model, path):
             raise _already_adapted_error(name)
@@ -279,7 +279,7 @@ def _ends_with(path: str, target: str) -> bool:
 def _build_factors(layer: Any, rank: int) -> tuple[Layer, Layer]:
     """Builds ``lora_A`` [inputs, rank] and ``lora_B`` [rank, outputs] for a linear layer.
 
-    One of them is split over the ranks as the layer's own weight is.
+    One of the two is split over the ranks like the layer's weight.
     """
     draws: Any = paddle.ParamAttr(
         initializer=paddle.nn.initializer.KaimingUniform(
@@ -302,9 +302,9 @@ def _build_factors(layer: Any, rank: int) -> tuple[Layer, Layer]:
 
 
 def _require_linear(layer: Any, path: str) -> None:
-    """Raises ConfigError for a layer that does not multiply by its own weight.
+    """Raises ConfigError for a layer that is not linear, or uses another layer's weight.
 
-    An adapter could not be merged into its weight.
+    An adapter could not be merged into the weight.
     """
     kinds = (ColumnParallelLinear, RowParallelLinear)
     forward = getattr(type(layer), "forward", None)
@@ -324,9 +324,9 @@ def _require_linear(layer: Any, path: str) -> None:
 
 @shows(model="_model.__class__.__name__")
 class BasePart:
-    """The tensors of a model without its adapters, as the ``model`` of a checkpoint.
+    """A model's tensors without its adapters, to pass as ``model`` to a checkpoint manager.
 
-    With it a model with adapters restores a checkpoint of the model without.
+    Thus a model with adapters can restore a checkpoint of the model without adapters.
     """
 
     #: The rank, alpha and targets of the adapters among the tensors; empty without any.
@@ -357,9 +357,9 @@ class BasePart:
 
 
 class TrainedPart(BasePart):
-    """The tensors of a model that training changes, as the ``model`` of a checkpoint.
+    """A model's tensors that training changes, to pass as ``model`` to a checkpoint manager.
 
-    They are the trained parameters, and buffers and running statistics. A later job loads the
+    These are the trained parameters, the buffers and the running statistics. A later job loads the
     frozen weights from their origin, and restores these.
     """
 
@@ -367,7 +367,7 @@ class TrainedPart(BasePart):
         """Finds the tensors that training changes. Collective over the pipeline.
 
         Args:
-            model: As for :class:`BasePart`.
+            model: A pipeline, or a layer that is whole in this process.
         """
         self._names: set[str] | None = None
         super().__init__(model)

@@ -43,8 +43,9 @@ class Panel:
         events: The events. Actions are drawn in the colour of their kind, transfers are left out,
             other events are grey.
         placement: The placement of stages on ranks.
-        unit: Unit of the times, "s" for example; empty for that of the costs.
-        held: For each rank the amounts that it holds, as (time, amount); drawn below the timeline.
+        unit: Unit of the times, such as "s"; empty if they are in the unit of the costs.
+        held: For each rank, what it holds over time, as pairs (time, amount); drawn below the
+            timeline.
         held_unit: Unit of these amounts, "bytes" for example.
         begin: Where the axis of time begins.
     """
@@ -59,7 +60,7 @@ class Panel:
 
     @property
     def has_lanes(self) -> bool:
-        """Whether the chunks of a rank are drawn below each other, since shades show only two."""
+        """Whether a rank's chunks are drawn below each other, as shades distinguish only two."""
         return self.placement.chunks > 2
 
     @cached_property
@@ -68,10 +69,10 @@ class Panel:
         return [bar for event in self.events for bar in _bars_of_event(event, self.placement)]
 
     def within(self, start: float, end: float) -> Panel:
-        """Returns a panel of the part between two times, in which boxes have more room.
+        """Returns a panel with only the part of the timeline between two times.
 
         Raises:
-            ConfigError: Nothing runs between them.
+            ConfigError: Nothing runs between the two times.
         """
         events = [event for event in self.events if event.start < end and event.end > start]
         if not events:
@@ -98,10 +99,10 @@ class Bar:
         shade: The lightness, from 0 to 1.
         number: The micro-batch, as text.
         left: When the action begins.
-        right: When it ends.
+        right: When the action ends.
         top: The upper end, in rows; the middle of a rank's row is the rank's number.
         bottom: The lower end, in rows.
-        exchange: Time at the right end in which the rank only waits for an exchange.
+        exchange: How long, at the right end, the rank only waits for an exchange.
     """
 
     kind: str
@@ -115,7 +116,7 @@ class Bar:
 
     @property
     def computed(self) -> float:
-        """The time at which the rank has computed, and begins to wait for an exchange."""
+        """The time at which the action's computing ends, and a wait for an exchange begins."""
         return max(self.left, self.right - self.exchange)
 
     @property
@@ -140,7 +141,7 @@ def panel_of(timeline: Timeline, unit: str = "", name: str = "", *, memory: bool
 
     Args:
         timeline: When each action runs.
-        unit: As for :class:`Panel`.
+        unit: Unit of the times, such as "s"; empty if they are in the unit of the costs.
         name: The begin of the title, if one picture has several panels.
         memory: Whether to draw below how much each rank holds: in bytes if the costs give them,
             else in forwards of one stage.
@@ -178,7 +179,7 @@ def _held_amounts(timeline: Timeline, rank: int) -> tuple[tuple[float, float], .
 
 
 def _bars_of_event(event: Event, placement: Placement) -> Iterator[Bar]:
-    """Yields the boxes that show an event: one for each of its actions if they are fused."""
+    """Yields the boxes that show an event: one for each action of a fused pair."""
     top = event.rank - HEIGHT / 2
     if not event.actions:
         if event.op is None or event.name in ("REDUCE", "STEP"):

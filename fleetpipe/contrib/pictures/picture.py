@@ -81,7 +81,7 @@ def plot(
     window: tuple[float, float] | None = None,
     memory: bool = False,
 ) -> Picture | None:
-    """Draws a simulated schedule into a file, or into given axes; see :func:`draw`.
+    """Draws a simulated schedule into a file, or into given axes, in the style of :func:`draw`.
 
     Args:
         timeline: A result of :meth:`Schedule.simulate`.
@@ -99,8 +99,8 @@ def plot(
         The picture, an SVG, if there is neither path nor axes.
 
     Raises:
-        ConfigError: An error of :func:`draw`; both ``path`` and ``axes``; nothing runs within the
-            window.
+        ConfigError: The file has another ending; both ``path`` and ``axes`` are given; nothing runs
+            within the window.
         PackageNotFound: matplotlib is not installed.
     """
     panel = panel_of(timeline, memory=memory)
@@ -139,10 +139,10 @@ def draw(
 
     Colours and hatches show the kind, so that it can be recognized on grey paper too. A lighter
     colour is a later stage of the same rank; from three stages on, each is also drawn lower than
-    the one before. Numbers are micro-batches, if they fit. A fused pair is one box with its parts
-    above each other. The part at a box's right end in which its rank only waits for exchanges is
-    dotted: in a fused pair the part that its halves do not hide. Seconds are shown in a unit that
-    fits the longest timeline. No display is needed.
+    the one before. The numbers in boxes are micro-batches, where there is room. A fused pair is one
+    box with its parts above each other. The part at a box's right end in which its rank only waits
+    for exchanges is dotted: in a fused pair the part that its halves do not hide. Seconds are shown
+    in a unit that fits the longest timeline. No display is needed.
 
     Args:
         panels: One timeline or more, in one unit of time.
@@ -181,8 +181,8 @@ def new_figure(
 
     Args:
         path: File to write; its ending, .png, .svg or .pdf, decides the form.
-        width: In inches.
-        height: In inches.
+        width: Width in inches.
+        height: Height in inches.
         letters: Size of the letters, in points.
         dpi: Dots in an inch, of a .png.
 
@@ -252,7 +252,7 @@ def _picture_size(panels: Sequence[Panel]) -> tuple[float, float]:
 
 
 def _draw_axis(area: Axes, unit: str, length: float) -> None:
-    """Labels the axis of time, of a length in ``unit``; seconds get a unit that fits the length."""
+    """Labels the axis of time; for "s" the label's unit fits ``length``, such as "ms"."""
     if unit == "s":
         fitting = ((name, factor) for name, factor in _TIME_UNITS if length * factor >= 2)
         unit, factor = next(fitting, _TIME_UNITS[-1])
@@ -312,7 +312,7 @@ def _corners(bar: Bar, left: float) -> tuple[tuple[float, float], ...]:
 
 
 def _draw_numbers(area: Axes, panel: Panel, scale: float) -> None:
-    """Writes the number of the micro-batch into each box that is large enough, all in one size.
+    """Writes a micro-batch's number into each box that is large enough, all in one size.
 
     ``scale`` is the number of points in one unit of time.
     """
@@ -340,7 +340,7 @@ def _draw_numbers(area: Axes, panel: Panel, scale: float) -> None:
 
 
 def _draw_held_amounts(area: Axes, panel: Panel, scale: float) -> None:
-    """Draws the amount that each rank holds over time: a line for each, the first one darkest."""
+    """Draws the amount that each rank holds over time: a line for each rank, the first darkest."""
     most = max(amount for steps in panel.held for _, amount in steps)
     name, unit = panel.held_unit, 1.0
     if name == "bytes":
@@ -434,8 +434,8 @@ def _draw_stacked_bars(
 ) -> None:
     """Draws a bar for each layer, made of parts on top of each other, and a legend.
 
-    ``rows`` has by the part's name its height for each layer, ``colours`` its colour. Parts that
-    are always 0 are left out of the legend.
+    By the name of a part, ``rows`` has its height for each layer, and ``colours`` its colour. Parts
+    that are always 0 are left out of the legend.
     """
     bottoms = [0.0] * len(next(iter(rows.values())))
     for name, heights in rows.items():

@@ -50,7 +50,7 @@ class _LocalGradientStage(DygraphStage):
     """Runs stages whose weights may be Paddle's distributed tensors, each of them on one rank."""
 
     def backward(self, stage: int, micro_batch: GlobalMicroBatch, output_grads: Values) -> Values:
-        """Runs a backward, and turns its gradients into local tensors."""
+        """Runs a backward, and converts the gradients from distributed to local tensors."""
         grads = super().backward(stage, micro_batch, output_grads)
         return {edge: map_tensors(local_tensor, grad) for edge, grad in grads.items()}
 
@@ -65,7 +65,8 @@ class _ScheduleRunner:
             paddle_schedule: Reads and fills Paddle's schedule and stages.
 
         Raises:
-            ConfigError: No placement has its stages, or the ranks have different schedules.
+            ConfigError: fleetpipe has no placement with these stages, or the ranks have different
+                schedules.
             ScheduleError: Its order is incomplete, or deadlocks.
         """
         self._paddle_schedule = paddle_schedule
@@ -118,7 +119,7 @@ class _ScheduleRunner:
             self._stage.end()
 
     def _forward(self, stage: int, value: Nest, number: GlobalMicroBatch) -> Nest:
-        """Runs the layers of a stage on a micro-batch; returns local tensors between stages."""
+        """Runs a stage on a micro-batch; if another stage follows, returns local tensors."""
         arguments = value if isinstance(value, (tuple, list)) else (value,)
         output = self._paddle_schedule.layers[stage](*arguments, **self._data.keywords[number])
         is_last = stage == self._paddle_schedule.stages - 1
@@ -138,10 +139,10 @@ class _ScheduleRunner:
 
 
 def schedule_of(paddle_schedule: PaddleSchedule) -> Schedule:
-    """Returns one of Paddle's schedules as one of fleetpipe's.
+    """Converts a schedule of Paddle's to a schedule of fleetpipe's.
 
     Raises:
-        ConfigError: No placement has its stages.
+        ConfigError: fleetpipe has no placement with these stages on each rank.
         ScheduleError: Its order is incomplete, or deadlocks.
     """
     placement = _placement(paddle_schedule)
@@ -157,7 +158,7 @@ def schedule_of(paddle_schedule: PaddleSchedule) -> Schedule:
 
 
 def _placement(paddle_schedule: PaddleSchedule) -> Placement:
-    """Returns the placement that has the stages where one of Paddle's schedules has them.
+    """Returns fleetpipe's placement with the same stages on each rank as Paddle's schedule.
 
     Raises:
         ConfigError: There is no such placement, or this rank was given other stages.
@@ -214,14 +215,14 @@ def _require_equal_schedules(schedules: list[str]) -> None:
 
 
 def _run_batch(schedule: Any, data: MicroBatchData, losses: list[Tensor] | None) -> None:
-    """Runs a batch of Paddle's ``schedule``; see :meth:`_ScheduleRunner.step`. Collective."""
+    """Runs a batch of Paddle's ``schedule`` on fleetpipe's engine. Collective."""
     if schedule not in _runners:
         _runners[schedule] = _ScheduleRunner(PaddleSchedule(schedule))
     _runners[schedule].step(data, losses)
 
 
 def _refuse_own_exchange(name: str) -> None:
-    """Raises the error for a class of schedules that sends and receives by code of its own."""
+    """Raises the error for a class of schedules that has its own code to send and receive."""
     raise ConfigError(
         f"{name} exchanges values in a way of its own, which ends after 30 s between CPUs",
         expected="ScheduleFThenB, Schedule1F1B, ScheduleVPP, or a PipelineScheduleMulti that sets "
@@ -233,7 +234,7 @@ def _refuse_own_exchange(name: str) -> None:
 
 @contextmanager
 def on_engine() -> Iterator[None]:
-    """While it is open, Paddle's schedules run on the engine if the device is a CPU."""
+    """In this context, Paddle's schedules run on fleetpipe's engine if the device is a CPU."""
     if device_kind() != "cpu":
         yield
         return

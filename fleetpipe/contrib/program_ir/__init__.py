@@ -31,7 +31,7 @@ def draws_random_numbers(op: Op) -> bool:
 
 
 def reads_and_shapes(program: Program, op: Op) -> list[tuple[str, bool]]:
-    """Returns the variables that an operation reads, each with whether it reads the shape alone."""
+    """Returns the variables that an operation reads, each with whether only its shape is read."""
     slots = {name: op.input(name) for name in op.input_names}
     shape_slots = static.shape_only_slots(op)
     read = {name for slot, names in slots.items() if slot not in shape_slots for name in names}
@@ -47,8 +47,8 @@ def user_line_of(op: Op) -> str:
 def update_copies_of_statistics(block: Block, op: Op) -> None:
     """Lets an operation update copies of the variables that it would update in place.
 
-    It is for a batch norm that runs a second time in a micro-batch, in recompute: its running
-    statistics must change once.
+    Recompute runs a batch norm a second time in a micro-batch, but the running statistics must
+    change once.
     """
     for name in set(op.input_arg_names).intersection(op.output_arg_names):
         like = block.var(name)
@@ -67,9 +67,9 @@ def create_variable(block: Block, name: str, shape: Sequence[int], dtype: DType)
 
 
 def create_temporary(block: Block, like: Variable) -> Variable:
-    """Creates a variable with the shape and dtype of another, and a name that is free.
+    """Creates a variable with another's shape and dtype, under a name that is not in use.
 
-    A clone in 2.6.2 numbers unnamed variables from 0 again, and so would reuse names.
+    In 2.6.2 a cloned program numbers unnamed variables from 0 again, and would reuse names.
     """
     names = (f"fleetpipe_temporary_{number}" for number in itertools.count())
     name = next(name for name in names if not block.has_var(name))
@@ -135,7 +135,7 @@ def items_from_loader(
 
 
 def note_starts() -> list[Callable[[], None]]:
-    """Lets Paddle's loaders set on their program whether they run, since no program knows its own.
+    """Lets Paddle's loaders store on their program whether they have started.
 
     Returns:
         The functions that undo this.
@@ -144,7 +144,7 @@ def note_starts() -> list[Callable[[], None]]:
 
 
 def _set_started_after(method: str, started: bool) -> Callable[[], None]:
-    """Lets a method of Paddle's loaders set ``started`` on their program; returns the undo."""
+    """Lets a method of Paddle's loaders store ``started``; returns a function that undoes this."""
     original = getattr(static.GeneratorLoader, method)
 
     @functools.wraps(original)
@@ -159,7 +159,7 @@ def _set_started_after(method: str, started: bool) -> Callable[[], None]:
 def _reader_of(program: Program) -> tuple[Program, list[str]] | None:
     """Returns a program of the operations that read from a loader, and the names that they write.
 
-    None if the program has no such operations.
+    Returns None if the program has no such operations.
     """
     ops = program.global_block().ops
     names = [name for op in ops if op.type == _READ for name in op.output_arg_names]
@@ -179,9 +179,9 @@ def _read_items(
     """Yields what a loader gives for each micro-batch, by name, until its epoch ends.
 
     Args:
-        part: The program that reads.
-        names: The variables that it writes.
-        run: As for :func:`items_from_loader`.
+        part: The program of the operations that read.
+        names: The variables that ``part`` writes.
+        run: Runs a program, and returns the values of its ``fetch_list``.
     """
     while True:
         try:

@@ -27,7 +27,7 @@ _CONSTANTS = ("fill_constant", "assign_value", "range", "eye", "linspace")
 
 
 class ProgramReader:
-    """Reads an older Program into a graph.
+    """Converts a Program of Paddle's older IR to a graph of operations and values.
 
     Each write of a variable is a new value, except for persistable variables. Data and parameters,
     which no operation makes, get operations of their own at the front of the graph.
@@ -80,7 +80,7 @@ class ProgramReader:
         }
 
     def number(self, target: Variable | str) -> int | None:
-        """Returns the number of the last value of a variable, or of a variable's name."""
+        """Returns the number of the last value of a variable, given itself or by name."""
         return self._current.get(target if isinstance(target, str) else target.name)
 
     def stage(self, split: Split, stage: int, loss: int, weight: float) -> ProgramStage:
@@ -107,10 +107,11 @@ class ProgramReader:
             names: The names of the pipeline's variables.
             optimizer: The optimizer.
             parameters: The names of the parameters that it trains.
-            clipped: Those whose gradients are multiplied by the factor of a clip by global norm.
+            clipped: The parameters whose gradients are multiplied by the factor of a clip by global
+                norm.
 
         Raises:
-            ConfigError: The program has clips of its own, by names that 2.6.2 keeps.
+            ConfigError: A variable has a clip beside that of the optimizer.
         """
         _refuse_own_clips(self._block, gradient_clip(optimizer))
         step, startup = self._program.clone(), static.Program()
@@ -180,7 +181,7 @@ class ProgramReader:
         return self._current[name]
 
     def _has_row_axis(self, name: str) -> bool:
-        """Returns whether the first axis of a variable has any length, as the axis of rows does."""
+        """Returns whether the length of a variable's first axis is open, as for rows of a batch."""
         variable = self._block.vars.get(name)
         return (
             variable is not None and program_ir.is_tensor(variable) and variable.shape[:1] == (-1,)
@@ -207,7 +208,7 @@ def _scope_name(variable: Variable) -> str:
 
 
 def _initial_variables(program: Program) -> list[str]:
-    """Returns the names of the variables that are there before any operation: data, parameters."""
+    """Returns the names of the variables that exist before any operation: data, parameters."""
     block = program.global_block()
     written: set[str] = set()
     sources: dict[str, None] = {}
@@ -224,7 +225,7 @@ def _initial_variables(program: Program) -> list[str]:
 
 
 def _refuse_own_clips(block: Block, clip: Clip) -> None:
-    """Raises ConfigError if a variable has a clip of its own beside the optimizer's ``clip``."""
+    """Raises ConfigError if a variable has a clip beside the optimizer's ``clip``."""
     clips = ("error_clip",) if clip is not None else ("error_clip", "gradient_clip_attr")
     for name, variable in block.vars.items():
         for attribute in clips:

@@ -26,7 +26,7 @@ _NORMS = ("batch_norm", "sync_batch_norm")
 
 
 class ProgramStage:
-    """One stage with its own backward; see ``cut.StageProgram``.
+    """The programs of one stage: forward and backward, for the interface ``cut.StageProgram``.
 
     Values keep the names of their variables: stages that share a scope run one after another, and
     no value of a micro-batch is left in it.
@@ -45,11 +45,11 @@ class ProgramStage:
 
         Args:
             program: The forward program.
-            names: The variable of each value number.
+            names: The name of the variable of each value, by the value's number.
             offset: The number of the program's first operation in the graph.
             split: The cut.
             stage: The stage to build.
-            loss: The value number of the loss, and its gradient.
+            loss: The number of the loss's value, and the gradient of the loss.
         """
         self._names, self._split, self._stage = names, split, stage
         self._program = program.clone()
@@ -143,7 +143,7 @@ class ProgramStage:
             indices: The indices of the operations in the stage, in the order in which they run.
             in_scope: Variables that stay in the scope after a run.
             recomputed: The indices of operations that run a second time in a micro-batch.
-            copies: By the name of a variable that of a copy which is read in its place.
+            copies: By the name of a variable, the name of a copy that is read in its place.
         """
         program = self._program.clone()
         block = program.global_block()
@@ -217,7 +217,7 @@ class ProgramStage:
         Args:
             name: The variable.
             writers: The indices of the operations that write each variable.
-            shape_only: Whether only its shape is read.
+            shape_only: Whether only the shape of the variable is read.
 
         Returns:
             The index; None if the variable is saved by the forward.
@@ -264,7 +264,8 @@ class ProgramStage:
         """Returns whether the forward must save a variable that the backward reads.
 
         Raises:
-            BoundaryError: It holds something else than a tensor, as loops and branches make it.
+            BoundaryError: The variable holds something else than a tensor, which loops and branches
+                make.
         """
         if not self._has_variable(name):
             return False
@@ -291,7 +292,8 @@ class ProgramStage:
     def target(self, value: int) -> Variable:
         """Returns the variable of a value, or a copy of it if the stage reads it too.
 
-        Without the copy, ``gradients`` would ignore the path through the stage's own use of it.
+        Without the copy, Paddle's ``gradients`` would ignore the path through the stage's use of
+        it.
         """
         variable = self.variable(value)
         if variable.name not in self._read:

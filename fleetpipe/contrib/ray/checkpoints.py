@@ -28,16 +28,16 @@ class RayCheckpointManager(CheckpointManager):
 
     A saved step is reported (``ray.train.report``) and uploaded to ``storage_path``;
     ``CheckpointConfig`` decides which steps are kept and which is the best. ``restore`` and
-    ``steps`` know the step that the attempt goes on from, ``ray.train.get_checkpoint()``. Use it
+    ``steps`` use the step from which the attempt goes on, ``ray.train.get_checkpoint()``. Use it
     within a train loop, in the same way on all ranks; hosts need not share a disk.
     """
 
     def __init__(self, *, save_interval: int = 1, names: Names = None) -> None:
-        """Describes how a run is saved.
+        """Configures how a run is saved.
 
         Args:
-            save_interval: The same as for a :class:`fleetpipe.CheckpointManager`.
-            names: The same as there.
+            save_interval: As for a :class:`fleetpipe.CheckpointManager`.
+            names: As for a :class:`fleetpipe.CheckpointManager`.
 
         Raises:
             ConfigError: ``save_interval`` is below 1.
@@ -66,7 +66,7 @@ class RayCheckpointManager(CheckpointManager):
 
         Raises:
             ConfigError: ``step`` is no valid number, or an object is of an unknown kind.
-            CheckpointError: Some rank cannot save it; every rank raises.
+            CheckpointError: Some rank cannot save the step; every rank raises.
         """
         saving = super().save(step, metrics=metrics, **state)
         if saving is not None:
@@ -110,7 +110,7 @@ class RayCheckpointManager(CheckpointManager):
 
 
 class _ReportingManager(StepManager, RayCheckpointManager):
-    """The manager of ``ReportCallback``, which decides when it saves and reports."""
+    """The manager of a ``ReportCallback``: the callback decides when to save and report."""
 
     def __init__(self) -> None:
         RayCheckpointManager.__init__(self, save_interval=sys.maxsize)
@@ -144,11 +144,11 @@ class ReportCallback(PipelineCheckpoint):
         resumes: bool,
         state: dict[str, Any] | None = None,
     ) -> Iterator[PipelineCheckpoint]:
-        """While it is open, a training that begins or resumes is reported. Collective.
+        """In this context, a training, new or resumed, is reported to Ray. Collective.
 
         Args:
             position: The position in the data.
-            save_dir: As for a ``PipelineCheckpoint``.
+            save_dir: Without effect: the folder is Ray's.
             resumes: Without effect: the training always goes on from the newest checkpoint.
             state: The script's own state.
         """
@@ -160,7 +160,7 @@ class ReportCallback(PipelineCheckpoint):
         self._logs = _numeric_logs(logs or {})
 
     def _new_manager(self, run_directory: Path) -> StepManager:
-        """Returns a manager that reports to Ray Train, whatever the directory of the run is."""
+        """Returns a manager that reports to Ray Train; ``run_directory`` has no effect."""
         return _ReportingManager()
 
     def _checkpoint_metrics(self, evaluated: Mapping[str, Any]) -> dict[str, float]:

@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
         0 if every rank did its work; 130 after Ctrl-C; 1 if the job failed.
 
     Raises:
-        ConfigError: An option is for one host alone, there is no Ray at the address, or its nodes
+        ConfigError: An option is for a single host, there is no Ray at the address, or its nodes
             lack room or packages.
     """
     for name, (usual, fix) in _OF_ONE_HOST.items():
@@ -119,7 +119,7 @@ def _make_trainer(options: argparse.Namespace, runs: str) -> PaddleTrainer:
 
 
 def _rank_environment(options: argparse.Namespace) -> dict[str, str]:
-    """Returns the variables that every rank gets, whatever its node has set."""
+    """Returns the environment variables that every rank gets, even if its node has set others."""
     variables = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
     # Else Ray shows the script's output twice.
     variables["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"
@@ -131,7 +131,7 @@ def _rank_environment(options: argparse.Namespace) -> dict[str, str]:
 
 
 def run_script(config: Mapping[str, Any]) -> None:
-    """Runs a script as ``fleetpipe run`` does; this is the train loop of each worker.
+    """Runs a script as ``fleetpipe run`` does; it is the train loop of each worker.
 
     Args:
         config: The ``script``, its ``arguments``, the ``folder`` that it runs in if the node has

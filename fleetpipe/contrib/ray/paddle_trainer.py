@@ -53,7 +53,7 @@ class PaddleConfig(BackendConfig):
 
     Args:
         hybrid_configs: The train loop's ``strategy.hybrid_configs``, which decide which workers
-            share a replica, and so which batches of ``datasets=`` each one gets.
+            share a replica, and thus which batches of ``datasets=`` each worker gets.
         wait_for_nodes: Seconds that a cluster without room for the workers may take to grow.
     """
 
@@ -106,9 +106,9 @@ class RankPlace(NamedTuple):
     """The node, the address and the GPU of a worker.
 
     Attributes:
-        node: Ray's name of its node.
+        node: Ray's name of the worker's node.
         address: The address at which other nodes reach it.
-        device: The number of its GPU among those that it sees; "" without one.
+        device: The number of the worker's GPU among the visible ones; "" without a GPU.
     """
 
     node: str
@@ -120,7 +120,7 @@ def environments(worker_group: Any) -> list[dict[str, str]]:
     """Returns for each rank the environment variables that describe the job to it.
 
     Args:
-        worker_group: Ray's group of workers, which tells their places and free ports.
+        worker_group: Ray's group of workers, each of which reports its place and free ports.
     """
     places: list[RankPlace] = worker_group.execute(worker_place)
     nodes = [place.node for place in places]
@@ -195,7 +195,7 @@ def free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def _running_as_rank() -> Iterator[None]:
-    """While it is open, a train loop runs as a rank; at its end ends the job of the loop.
+    """Returns a context for a train loop of a rank, at whose end the loop's job ends.
 
     If the loop raises an error, the other ranks get it too.
     """
@@ -242,7 +242,7 @@ class PaddleTrainer(DataParallelTrainer):
                 Fleet's, from ``fleet.init`` on, or of one with ``fleetpipe.Model``. Takes
                 ``train_loop_config``, or nothing. ``ray.train`` works in it: ``report``,
                 ``get_checkpoint``, ``get_dataset_shard``.
-            train_loop_config: Its argument.
+            train_loop_config: The argument of the train loop.
             scaling_config: ``num_workers`` is the number of ranks.
             run_config: Where results go, what is kept, and how often a failed run is tried again.
             paddle_config: The strategy's degrees, which ``datasets`` need, and other options.
@@ -347,7 +347,7 @@ class PaddleTrainer(DataParallelTrainer):
 class _StartPolicy(DefaultFailurePolicy):
     """Starts all workers again if one dies while Ray passes the train loop to it.
 
-    Ray itself does so at every earlier moment of a start. Both count towards
+    Ray itself does so at every earlier moment of a start, but not then. Both count towards
     ``FailureConfig(controller_failure_limit=..)``, which by default is no limit.
     """
 
@@ -360,7 +360,7 @@ class _StartPolicy(DefaultFailurePolicy):
 
 
 class _FreeLostStarts(WorkerGroupCallback):
-    """Frees the resources of workers of which one died while they started: Ray does not."""
+    """Frees the workers' resources if one died while they started, which Ray does not do."""
 
     def __init__(self) -> None:
         self._started: Any = None
@@ -381,7 +381,7 @@ class _FreeLostStarts(WorkerGroupCallback):
 
 @contextlib.contextmanager
 def _interrupt_handler_kept() -> Iterator[None]:
-    """While it is open, Ray may handle Ctrl-C; at its end restores the earlier handler."""
+    """In this context Ray may handle Ctrl-C; its end restores the earlier handler."""
     before = signal.getsignal(signal.SIGINT)
     try:
         yield

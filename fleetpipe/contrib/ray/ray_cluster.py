@@ -80,7 +80,7 @@ def gather_results(references: dict[RayNode, Any]) -> dict[RayNode, Any]:
         references: Ray's reference to the result of the process on each node.
 
     Raises:
-        ConfigError: A node starts no process in time, or cannot run this one.
+        ConfigError: A node starts no process in time, or cannot run what this process asks for.
     """
     done, _ = ray.wait(
         list(references.values()), num_returns=len(references), timeout=_CHECK_SECONDS
@@ -107,14 +107,14 @@ def gather_results(references: dict[RayNode, Any]) -> dict[RayNode, Any]:
 
 @contextlib.contextmanager
 def connect(address: str | None, resources: Mapping[str, float]) -> Iterator[None]:
-    """While it is open, this process is connected to a Ray cluster.
+    """Returns a context in which this process is connected to a Ray cluster.
 
-    If the process is connected already, it stays with that cluster; else it joins the one at
-    ``address``. Without an address it starts a cluster on this host. Such a cluster listens on the
-    loopback, refuses processes without its token, and ends with the job, however that ends.
+    If the process is connected already, it stays with that cluster; else it joins the cluster at
+    ``address``. Without an address it starts a cluster on this host, which listens on the loopback,
+    refuses processes without its token, and ends with the job in any case.
 
     Args:
-        address: ``HOST:PORT``, ``"auto"`` for the one that ``ray start`` began here, or None.
+        address: ``HOST:PORT``; ``"auto"`` for the cluster that ``ray start`` began here; or None.
         resources: What the whole job needs; a cluster that is started has at least that many CPUs.
 
     Raises:
@@ -138,7 +138,7 @@ def connect(address: str | None, resources: Mapping[str, float]) -> Iterator[Non
 
 @contextlib.contextmanager
 def _start_cluster(resources: Mapping[str, float]) -> Iterator[None]:
-    """While it is open, this process is connected to a new cluster on this host."""
+    """Returns a context in which this process is connected to a new cluster on this host."""
     token = secrets.token_hex(32)
     reaper = subprocess.Popen(
         [sys.executable, "-I", str(Path(__file__).with_name("reaper.py"))],
@@ -176,7 +176,7 @@ def _disconnect() -> None:
 
 @contextlib.contextmanager
 def environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """While it is open, the environment has ``changes``, which new processes inherit."""
+    """In this context, the environment has ``changes``, which new processes inherit."""
     before = {name: os.environ[name] for name in changes if name in os.environ}
     os.environ.update(changes)
     try:
@@ -189,7 +189,7 @@ def environment(changes: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _on_loopback() -> Iterator[None]:
-    """While it is open, a cluster that starts listens at 127.0.0.1 alone."""
+    """In this context, a cluster that starts listens at 127.0.0.1 only."""
     before = ray_constants.ENABLE_RAY_CLUSTER
     # On Linux Ray replaces a loopback address by one that other hosts reach.
     ray_constants.ENABLE_RAY_CLUSTER = False
@@ -201,11 +201,11 @@ def _on_loopback() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stop_signals_blocked() -> Iterator[None]:
-    """While it is open, new processes block stop signals, and handlers of this one stay.
+    """In this context, new processes block stop signals, and this one keeps its handlers.
 
     Schedulers send the signals to all processes of a job, but a cluster must outlive the job's last
-    step. Ray's handlers would shut down in the middle of whatever this process does, under its
-    locks, or end it by SIGABRT.
+    step. Ray's handlers would shut down whatever this process is doing, with its locks held, or end
+    it by SIGABRT.
     """
     if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
         yield
@@ -222,7 +222,7 @@ def _stop_signals_blocked() -> Iterator[None]:
 
 
 def _read_settings_again() -> None:
-    """Makes Ray read the environment and its token again; by itself it reads them once."""
+    """Makes Ray read the environment and its token again, which by itself it reads only once."""
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
 
@@ -268,7 +268,7 @@ def _joining_error(address: str, error: Exception) -> ConfigError:
 
 
 def require_room(bundle: Mapping[str, float], workers: int, seconds: float) -> None:
-    """Raises ConfigError if the nodes have no room for the workers, even when they are idle.
+    """Raises ConfigError if even idle nodes would have no room for the workers.
 
     Args:
         bundle: The resources of each worker.

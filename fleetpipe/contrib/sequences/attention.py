@@ -157,7 +157,7 @@ def _exchange_axes(group: Group, split_axis: int, tensors: Sequence[Tensor]) -> 
 
     Args:
         group: The sep ranks.
-        split_axis: ``_HEADS`` or ``_POSITIONS``; the other one is the axis of the joining.
+        split_axis: ``_HEADS`` or ``_POSITIONS``; parts are joined along the other one.
         tensors: ``[rows, positions, heads, size]`` each.
     """
     by_tensor = [paddle.split(tensor, group.ranks, axis=split_axis) for tensor in tensors]

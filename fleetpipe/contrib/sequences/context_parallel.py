@@ -23,7 +23,7 @@ _functions: Any = paddle.nn.functional
 
 
 class _Plan:
-    """The base of both plans: knows along which axis the ranks share sequences."""
+    """The base of this module's plans: stores along which axis the ranks share sequences."""
 
     def __init__(self, backend: str = "p2p") -> None:
         """Chooses the axis along which ranks share sequences.
@@ -105,7 +105,7 @@ class ContextParallel(_Plan):
 
 @contextmanager
 def _replace_attention() -> Iterator[list[None]]:
-    """While it is open, Paddle's ``scaled_dot_product_attention`` is :func:`attention`.
+    """In this context, :func:`attention` replaces Paddle's ``scaled_dot_product_attention``.
 
     Yields:
         A list with an item for each call of the function.

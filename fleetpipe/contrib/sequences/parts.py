@@ -26,7 +26,7 @@ from fleetpipe.paddle_api import paddle
 
 
 class SequenceRanks(NamedTuple):
-    """The ranks that share each sequence of one replica, as one of them sees them.
+    """The groups of ranks with which this rank shares each sequence of its replica.
 
     Attributes:
         sep: The ranks that exchange positions for heads in attention.
@@ -43,11 +43,11 @@ class SequenceRanks(NamedTuple):
 
     @property
     def divisor(self) -> int:
-        """The number that must divide the length of a sequence, so that parts are equal."""
+        """The number by which the length of a sequence must be divisible, for equal parts."""
         return self.ranks * (2 if self.cp.ranks > 1 else 1)
 
     def chunks(self, length: int, rank: int | None = None) -> list[tuple[int, int]]:
-        """Returns for each chunk of a cp rank the first position, and the one after its last.
+        """Returns, for each chunk of a cp rank, its first position and the position after its last.
 
         Args:
             length: The number of positions of the whole sequence.
@@ -64,9 +64,9 @@ class SequenceRanks(NamedTuple):
         return [(n * size, (n + 1) * size) for n in (number, last - number)]
 
     def places(self, length: int) -> Tensor:
-        """Returns the positions that this rank has: int64 ``[length / ranks]``, in its order.
+        """Returns this rank's positions in a sequence: int64 ``[length / ranks]``, in its order.
 
-        These are the position ids of its part of a sequence that is not packed.
+        These are the position ids of the rank's part of a sequence that is not packed.
 
         Args:
             length: The number of positions of the whole sequence.
@@ -100,7 +100,7 @@ class SequenceRanks(NamedTuple):
         return map_tensors(select_positions, value)
 
     def whole(self, part: Tensor, axis: int = 1) -> Tensor:
-        """Joins the parts of sequences that the ranks have. Collective, without a gradient.
+        """Joins the ranks' parts to whole sequences. Collective, without a gradient.
 
         Args:
             part: This rank's part; all parts have the same shape.
@@ -183,7 +183,7 @@ class SequenceRanks(NamedTuple):
 def sequence_ranks() -> SequenceRanks:
     """Returns the ranks that share this process's sequences, by the job's sep and cp degrees.
 
-    Without a job, in a job of one process and within ``alone()``, they are this process alone.
+    Without a job, in a job of one process and within ``alone()``, it is this process only.
     """
     job = current_job()
     if job is None or job.local or is_alone():
@@ -192,12 +192,12 @@ def sequence_ranks() -> SequenceRanks:
 
 
 def own_part(value: Nest, axis: int = 1) -> Nest:
-    """Cuts whole sequences to this rank's positions; see :meth:`SequenceRanks.own_part`."""
+    """Cuts whole sequences to this rank's positions, by :meth:`SequenceRanks.own_part`."""
     return sequence_ranks().own_part(value, axis)
 
 
 def places(length: int) -> Tensor:
-    """Returns the positions that this rank has; see :meth:`SequenceRanks.places`."""
+    """Returns the positions in a sequence that this rank has, by :meth:`SequenceRanks.places`."""
     return sequence_ranks().places(length)
 
 

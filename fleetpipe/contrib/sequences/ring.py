@@ -33,8 +33,8 @@ class Chunk(NamedTuple):
     Args:
         begin: The first position.
         values: ``[.., positions, size]``.
-        documents: ``[rows, positions]``; a query sees only keys with its own number. None if it
-            sees all.
+        documents: Numbers ``[rows, positions]``: a query sees only keys with the query's number;
+            None if it sees all.
     """
 
     begin: int
@@ -75,7 +75,8 @@ class OnlineSoftmax:
         """Adds a tile of keys and values.
 
         Args:
-            keys: Its values are ``[2, rows, heads, positions, size]``: keys (0) and values (1).
+            keys: The tile, with ``values`` [2, rows, heads, positions, size]: keys (0) and values
+                (1).
             causal: Whether a query sees only keys at its own position and before.
         """
         scores = _scores(self.queries, keys, causal)
@@ -134,8 +135,8 @@ def _scores(queries: Chunk, keys: Chunk, causal: bool) -> Tensor | None:
     """Returns the scores ``[.., queries, keys]``, -inf where masked; None if all are masked.
 
     Args:
-        queries: As for :class:`OnlineSoftmax`.
-        keys: As for :meth:`OnlineSoftmax.add`; the values in it are not used.
+        queries: The queries, as for :class:`OnlineSoftmax`.
+        keys: The tile, as for :meth:`OnlineSoftmax.add`; only its keys are used.
         causal: Whether a query sees only keys at its own position and before.
     """
     if causal and keys.begin >= queries.end:
@@ -155,7 +156,7 @@ def _scores(queries: Chunk, keys: Chunk, causal: bool) -> Tensor | None:
 
 
 class _Round(NamedTuple):
-    """One exchange: every rank sends one of its chunks to another rank, and gets one of a third.
+    """An exchange in which every rank sends a chunk to one rank, and receives one from another.
 
     Attributes:
         target: The cp rank to which this rank sends.
@@ -169,7 +170,7 @@ class _Round(NamedTuple):
 
 
 class Ring:
-    """Describes the chunks of all cp ranks, and fetches those of the others."""
+    """Fetches the chunks of keys and values of other cp ranks, and returns their gradients."""
 
     def __init__(
         self, ranks: SequenceRanks, length: int, documents: Tensor | None, causal: bool
@@ -230,7 +231,7 @@ class Ring:
         return chunk if self._has_query_for(self._group.rank, chunk.begin) else None
 
     def give_back(self, turn: _Round, gradient: Tensor | None) -> Tensor | None:
-        """Returns the gradient of a fetched chunk to its owner. Collective over cp.
+        """Sends the gradient of a fetched chunk back to the chunk's rank. Collective over cp.
 
         Args:
             turn: The exchange by which the chunk was fetched.
@@ -250,12 +251,12 @@ class Ring:
         return not self.causal or begin < end_of_rank
 
     def _chunk(self, rank: int, number: int, values: Tensor) -> Chunk:
-        """Returns chunk ``number`` of a cp rank, with the given values."""
+        """Returns chunk ``number`` (0 or 1) of a cp rank, with the given values."""
         begin, _ = self._bounds[rank][number]
         return Chunk(begin, values, self._documents[rank][number])
 
     def _send_and_receive(self, target: int, value: Tensor | None, source: int) -> Tensor:
-        """Exchanges values with two cp ranks. Collective over cp.
+        """Sends a value to a cp rank, and receives one from another. Collective over cp.
 
         Args:
             target: The rank to which this rank sends.
@@ -344,8 +345,8 @@ def ring_attention(
         query: The scaled queries, ``[rows, positions, heads, size]``.
         key: The keys, ``[rows, positions, heads of keys, size]``.
         value: The values, of the same shape as ``key``.
-        documents: Integers ``[rows, positions]``, or None if a query sees all keys. They stand
-            among the tensors, as a captured model gives others in each call.
+        documents: Integers ``[rows, positions]``, or None if a query sees all keys. They are a
+            tensor argument, since a captured model passes another tensor in each call.
         ranks: The ranks that share the sequences.
         causal: Whether a query sees only keys at its own position and before.
     """
@@ -394,7 +395,7 @@ def _by_position(values: Tensor) -> Tensor:
 
 
 def _split_documents(documents: Tensor | None, chunks: int) -> list[Tensor | None]:
-    """Returns the documents of each chunk of a cp rank; None for each without documents."""
+    """Returns the documents of each chunk of a cp rank, or None for each chunk."""
     if documents is None:
         return [None] * chunks
     return [*paddle.split(documents, chunks, axis=-1)]

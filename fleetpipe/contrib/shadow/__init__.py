@@ -179,7 +179,7 @@ class Shadow(BatchObserver):
 
     @contextmanager
     def _count_seconds(self) -> Iterator[None]:
-        """Counts the seconds while it is open."""
+        """Adds the seconds of the context to the time that the comparison took."""
         begin = time.perf_counter()
         yield
         self._seconds += time.perf_counter() - begin
@@ -190,12 +190,12 @@ class Shadow(BatchObserver):
         return {name: dense(self._pipeline.gradient_of(p), p) for name, p in parameters.items()}
 
     def _train(self, reference: Reference, everyone: MicroBatches, batch: ObservedBatch) -> Nest:
-        """Trains the plain model; the pipeline's loss functions keep their state."""
+        """Trains the plain model, without a change of the pipeline's loss functions."""
         with random_numbers_of_batch(batch.keys), losses_kept(self._pipe.loss_functions()):
             return ReferenceTrainer(self._pipeline, reference).train(everyone, batch.weights)
 
     def _end_if_impossible(self, obstacle: str | None) -> bool:
-        """Ends the comparison if a rank has an obstacle, and returns whether. Collective."""
+        """Ends the comparison if any rank has an obstacle; returns whether it ended. Collective."""
         first = _first_of_all_ranks(obstacle)
         if first is not None:
             log.once(
@@ -208,7 +208,7 @@ class Shadow(BatchObserver):
         """Compares the loss, the gradients, and the buffers after the forward. Collective.
 
         Raises:
-            CaptureError: They differ by more than rounding, on this rank or on another.
+            CaptureError: Something differs by more than rounding, on this rank or on another.
         """
         batch, reference = self._batch, self._reference
         if batch is None or reference is None:
@@ -288,7 +288,7 @@ class Shadow(BatchObserver):
         """Returns the plain model's parameters after copies of the optimizer have updated them.
 
         Each copy takes the optimizer's state of some parameters, and is dropped before the next is
-        made: there is no memory for the whole state twice. Collective over the pipeline.
+        made: there may be no memory for the whole state twice. Collective over the pipeline.
         """
         expected, parameters = reference.tensors(), self._pipe.state.own_parameters()
         # Other ranks' parameters are not needed. A layer that is used twice has two names: by id.
@@ -386,7 +386,7 @@ class Shadow(BatchObserver):
     def _moved_gradients(
         self, reference: Reference, batch: _TrainedBatch, gradients: dict[str, Tensor]
     ) -> State:
-        """Returns the plain model's gradients for parameters moved by a unit in the last place.
+        """Returns the plain model's gradients from parameters changed by a unit in the last place.
 
         Args:
             reference: The reference that is trained again on the batch.
@@ -400,7 +400,7 @@ class Shadow(BatchObserver):
         return moved
 
     def _compare_losses(self, loss: Nest, right: Nest) -> list[str]:
-        """Returns ["the loss"] if it differs by more than rounding, else an empty list.
+        """Returns ["the loss"] if the losses differ by more than rounding, else an empty list.
 
         Args:
             loss: The loss of the pipeline.
@@ -515,8 +515,8 @@ def _gradient_gap(gradient: Tensor | None, right: Tensor | None) -> float:
 def _can_be_copied(optimizer: Optimizer) -> bool:
     """Returns whether a copy of an optimizer steps as the optimizer does.
 
-    It does not if a script has replaced the method ``step``, or if this rank has only a shard of
-    the optimizer's state; before the first step there is no state. False without an optimizer.
+    The result is False if a script has replaced the method ``step``, if this rank has only a shard
+    of the optimizer's state, before the first step, or without an optimizer.
     """
     if optimizer is None or "step" in vars(optimizer.wrapped):
         return False

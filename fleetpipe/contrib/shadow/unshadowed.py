@@ -26,7 +26,7 @@ def find_obstacle(
         pipeline: The pipeline.
         captures: The runs of the plain model's forward.
         batch: The batch.
-        first: Whether there is no copy of the model yet; only then its memory is asked for.
+        first: Whether there is no copy of the model yet, so that memory for one is needed.
     """
     pipe = pipeline.layers
     if any(not p.stop_gradient for loss in pipe.loss_layers() for p in loss.parameters()):

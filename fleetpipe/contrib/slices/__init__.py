@@ -71,7 +71,7 @@ class _Slice:
     """One slice of a micro-batch in one stage, with the values that its layers keep."""
 
     def __init__(self, earlier: list[_Slice]) -> None:
-        """Begins a slice that comes after ``earlier`` ones of its micro-batch."""
+        """Begins a slice that comes after the slices ``earlier`` of its micro-batch."""
         self.before = list(earlier)
         #: By the id of a layer the value that it kept, within the graph of this slice.
         self.kept: dict[int, Nest] = {}
@@ -140,10 +140,10 @@ def _current_slice() -> _Slice | None:
 
 @contextmanager
 def repeat_slice() -> Iterator[Mapping[int, Nest]]:
-    """While it is open, layers may run the current slice several times, to be measured.
+    """In this context, layers may run the current slice several times, to measure them.
 
     Yields:
-        The values that they keep, by the layer's id; empty if sequences are whole.
+        The values that layers keep, by the layer's id; empty if sequences are whole.
     """
     now = _current_slice()
     if now is None:
@@ -168,7 +168,7 @@ class SliceStates(UnitStates):
 
     @contextmanager
     def forward(self, stage: int, number: int) -> Iterator[None]:
-        """While it is open, the layers of a stage run slice ``number``, counted over the batch."""
+        """In this context, the layers of a stage run slice ``number`` of the batch."""
         done = self._kept.setdefault((stage, number // self._slices), [])
         now = _Slice(done)
         _running.append(now)
@@ -181,7 +181,7 @@ class SliceStates(UnitStates):
 
     @contextmanager
     def backward(self, stage: int, number: int) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """While it is open, the backward of slice ``number`` runs, after those of later slices.
+        """In this context, the backward of slice ``number`` runs, after those of later slices.
 
         Yields:
             The tensors from which the backward begins besides the output, and their gradients.
@@ -237,7 +237,7 @@ def bounds_of(value: Nest, slicing: Slicing, name: str) -> Bounds:
     """Returns the bounds of the slices of a micro-batch; ``name`` is for messages.
 
     Raises:
-        ConfigError: The same errors as :func:`cut_sequences`.
+        ConfigError: The sequences cannot be cut into slices.
     """
     slices = slices_in(slicing)
     tensors: list[Tensor] = list(tensors_of(value))
@@ -257,8 +257,8 @@ def bounds(length: int, slicing: Slicing) -> Bounds:
     """Returns the bounds of the slices of a sequence; each slice has at least one position.
 
     Args:
-        length: Places of the sequence, at least as many as there are slices.
-        slicing: How it is cut.
+        length: Positions of the sequence, at least as many as there are slices.
+        slicing: How the sequence is cut.
     """
     slices = slices_in(slicing)
     if isinstance(slicing, int):
@@ -280,7 +280,7 @@ def part_of(value: Nest, begin: int, end: int) -> Nest:
 
 
 def _slices_of_all(values: Sequence[Nest] | None, slicing: Slicing, name: str) -> list[Nest] | None:
-    """Returns the slices of all micro-batches in a list, in order; None if there is no list."""
+    """Returns the slices of all micro-batches, in order; None if ``values`` is None."""
     if values is None:
         return None
     return [
@@ -293,14 +293,14 @@ def _slices_of_all(values: Sequence[Nest] | None, slicing: Slicing, name: str) -
 def slice_shares(
     functions: Sequence[Criterion], batches: MicroBatches, slicing: Slicing
 ) -> list[list[Fraction]]:
-    """Returns for each loss function the share of each slice in the loss of its micro-batch.
+    """Returns, for each loss function, each slice's weight in the loss of its micro-batch.
 
     If no position of a micro-batch is counted, its slices count by their lengths.
 
     Args:
         functions: The loss functions.
         batches: The micro-batches before the cut, as far as this rank has them.
-        slicing: How they are cut.
+        slicing: How the sequences are cut.
 
     Raises:
         ConfigError: Sequences cannot be cut, or what a function counts cannot be read.
@@ -320,7 +320,7 @@ def slice_shares(
 
 
 def _loss_shares(function: Any, label: Nest, cut: Bounds) -> list[Fraction]:
-    """Returns the share of each slice in the loss of one micro-batch.
+    """Returns the weight of each slice in the loss of one micro-batch.
 
     Args:
         function: The loss function: a mean over some positions, or a sum.
@@ -338,7 +338,7 @@ def _loss_shares(function: Any, label: Nest, cut: Bounds) -> list[Fraction]:
 
 
 class SequenceChunks(Units):
-    """The units of a batch whose sequences are cut into slices: each slice of each micro-batch.
+    """How a stage runs a batch whose sequences are cut: one slice of a micro-batch at a time.
 
     Attributes:
         slicing: How sequences are cut.
@@ -348,24 +348,24 @@ class SequenceChunks(Units):
         self.slicing, self.count = slicing, slices_in(slicing)
 
     def cut(self, batches: MicroBatches) -> MicroBatches:
-        """Cuts the micro-batches into slices; see :meth:`Units.cut`."""
+        """Returns the slices of the micro-batches, in order."""
         return cut_sequences(batches, self.slicing)
 
     def weight_of(
         self, functions: Sequence[Criterion], batches: MicroBatches, weight_of: WeightOf
     ) -> WeightOf:
-        """Returns the weight of each slice in the loss; see :meth:`Units.weight_of`."""
+        """Returns a function that gives the weight of each slice in the loss."""
         shares = slice_shares(functions, batches, self.slicing)
         return lambda function, number: (
             weight_of(function, number // self.count) * shares[function][number]
         )
 
     def states(self) -> SliceStates:
-        """Returns what stores the values of layers during a batch; see :meth:`Units.states`."""
+        """Returns a new store for the values that layers keep during a batch."""
         return SliceStates(self.count)
 
     def again(self) -> AbstractContextManager[Mapping[int, Nest]]:
-        """Lets layers run the current slice several times; see :meth:`Units.again`."""
+        """Returns a context in which layers may run the current slice several times."""
         return repeat_slice()
 
     def lengths(self, value: Nest) -> list[int]:
@@ -374,7 +374,7 @@ class SequenceChunks(Units):
         return [end - begin for begin, end in bounds]
 
     def name(self, number: int) -> str:
-        """Returns the name of slice ``number``, counted over the batch, for messages."""
+        """Returns the name, for messages, of slice ``number`` of the batch."""
         micro_batch, index = divmod(number, self.count)
         return f"micro-batch {micro_batch}, slice {index}"
 
@@ -386,7 +386,7 @@ def sequence_chunks(
     parts_of_sequences: int,
     delays_weights: bool,
 ) -> Units:
-    """Returns the units of a batch under a schedule that cuts sequences: its slices.
+    """Returns how a schedule that cuts sequences runs a batch: slice by slice.
 
     Args:
         schedule: The schedule.

@@ -39,7 +39,7 @@ class _SlurmStep(NamedTuple):
 
     Attributes:
         job: The job's number.
-        number: The step's number in the job: each ``srun`` is one.
+        number: The number of the step in the job.
         rank: This process's number among the tasks.
         local: This process's number among the tasks of its node.
         nodes: The nodes' names.
@@ -193,7 +193,7 @@ def _rank_endpoints(step: _SlurmStep) -> list[str]:
 
 
 def _choose_device(local: int) -> None:
-    """Gives each task of a node a device of its own among those that it sees."""
+    """Gives each task of a node another of the visible devices."""
     if device_kind() == "gpu":
         seen = paddle.device.cuda.device_count()
         chosen = os.environ.setdefault("FLAGS_selected_gpus", str(local % seen))

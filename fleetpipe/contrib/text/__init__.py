@@ -62,7 +62,8 @@ class Documents(NamedTuple):
     """A source of documents.
 
     Attributes:
-        identity: A text that changes when the documents do: names, sizes and times of the files.
+        identity: A text that changes when the documents change: names, sizes and times of the
+            files.
         read: Yields the documents, always in the same order.
     """
 
@@ -177,7 +178,7 @@ def _standard_library() -> Iterator[str]:
 def token_files(
     documents: Documents, cache: Path, tokenizer: Any, vocabulary: int, end: str
 ) -> TokenFiles:
-    """Returns the tokens of documents; the first process of a host that needs them writes them.
+    """Returns the tokens of documents; the first process of a host that needs these writes them.
 
     Args:
         documents: The documents.
@@ -206,7 +207,7 @@ def token_files(
 
 
 def _train_tokenizer(documents: Documents, vocabulary: int, end: str) -> Any:
-    """Trains a tokenizer of byte pairs, as GPT-2's, which takes any text."""
+    """Trains a tokenizer of byte pairs, such as GPT-2's, which takes any text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -288,7 +289,7 @@ def _open_tokens(folder: Path) -> TokenFiles:
     """Maps the files of tokens into memory, and compares their digest.
 
     Raises:
-        CheckpointError: They are damaged.
+        CheckpointError: The files are damaged.
     """
     from tokenizers import Tokenizer
 
@@ -344,8 +345,8 @@ class PackedText(paddle.io.Dataset):  # type: ignore[type-arg, unused-ignore]  #
         """Opens the tokens of a text; makes them if they do not exist.
 
         Args:
-            text: A folder in which each file is a document, or one of ``datasets``'
-                ``save_to_disk``; None is the documentation of Python's standard library.
+            text: A folder in which each file is a document, or a dataset that ``datasets``'
+                ``save_to_disk`` wrote; None is the documentation of Python's standard library.
             cache: A folder for the tokens.
             length: The most positions of a sequence.
             tokenizer: A ``tokenizers.Tokenizer``, or the path of its file. None trains one of byte
@@ -387,7 +388,7 @@ class PackedText(paddle.io.Dataset):  # type: ignore[type-arg, unused-ignore]  #
         self._select_documents(np.concatenate([[0], ends[:-1]]).astype("int64"), ends)
 
     def _select_documents(self, begins: np.ndarray, ends: np.ndarray) -> None:
-        """Sets the documents, by the positions of their first tokens and after their last ones."""
+        """Sets the documents: the index of each one's first token, and the index after the last."""
         if not len(begins):
             raise ConfigError("there is no document in this part", fix="a smaller hold_out(each)")
         self._begins, self._ends = begins, ends
@@ -398,7 +399,7 @@ class PackedText(paddle.io.Dataset):  # type: ignore[type-arg, unused-ignore]  #
         self._units_before = np.concatenate([[0], units.cumsum()])
 
     def hold_out(self, each: int = 20) -> tuple[PackedText, PackedText]:
-        """Splits the documents: every ``each``-th one is held out, as for an evaluation.
+        """Splits the documents: every ``each``-th is held out, for example for an evaluation.
 
         Returns:
             A dataset without these documents, and a dataset of them.
@@ -439,7 +440,7 @@ class PackedText(paddle.io.Dataset):  # type: ignore[type-arg, unused-ignore]  #
         return self._tokens[begin:end].astype("int64"), np.zeros(end - begin, "int32")
 
     def _read_full_sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the tokens of a full sequence, and the number of each one's document in it.
+        """Returns the tokens of a full sequence, and for each the number of its document there.
 
         They are one more than the sequence has, for the last label.
         """

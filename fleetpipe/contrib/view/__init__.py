@@ -57,10 +57,10 @@ class Address(NamedTuple):
             return self.host == "localhost"
 
     def token(self) -> str:
-        """Returns the token that a request has to show; empty if requests need none.
+        """Returns the token that each request must contain; empty if requests need none.
 
         The token is the value of ``FLEETPIPE_WATCH_TOKEN``. If that is not set, an address that
-        other hosts reach gets a random token, and one that only this host reaches needs none.
+        other hosts reach gets a random token, and a loopback address needs none.
         """
         chosen = os.environ.get(TOKEN, "")
         return chosen or ("" if self.is_loopback else secrets.token_urlsafe(16))
@@ -80,7 +80,7 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def _parse_serve_argument(text: str) -> Address:
-    """Reads the value of ``--serve``; an error is one of argparse."""
+    """Reads the value of ``--serve``; raises an error of argparse for any other text."""
     try:
         return Address.parse(text)
     except ConfigError as error:

@@ -50,7 +50,7 @@ class Answer(NamedTuple):
     Attributes:
         question: The subject of the question in a word or two, or the time of an event.
         text: The answer.
-        kind: ``good``, ``open`` or ``bad``; empty for a mere figure.
+        kind: ``good``, ``open`` (undecided) or ``bad``; empty for a mere figure.
     """
 
     question: str
@@ -91,7 +91,7 @@ def status_of(board: JobBoard) -> dict[str, Any]:
 
 
 def describe_state(board: JobBoard, now: float) -> Answer:
-    """Says whether a job is alive; if it is not, since when and why."""
+    """Returns the answer whether a job is alive; if it is not, since when and why."""
     mixed = [event for event in board.history.events if event.kind == "mixed"]
     attempt = board.attempts[-1] if board.attempts else None
     text, kind = board.state, "bad"
@@ -125,7 +125,7 @@ def describe_state(board: JobBoard, now: float) -> Answer:
 
 
 def format_clock_time(moment: float, now: float) -> str:
-    """Returns the local time of a moment; of one a day ago or more, date and minutes."""
+    """Returns a moment's local time of day; if it is a day ago or more, date and minutes."""
     form = "%H:%M:%S" if abs(now - moment) < _DAY else "%m-%d %H:%M"
     return time.strftime(form, time.localtime(moment)) if abs(moment) < _FAR else "long ago"
 
@@ -136,9 +136,9 @@ def describe_learning(
     """Yields for each loss of a run its last value and mean, and what is wrong with it.
 
     Args:
-        figures: Steps and values by name: of the loss, and of evaluations as ``eval_loss``.
+        figures: Steps and values by name: ``loss``, and for evaluations ``eval_loss``.
         norm: The last gradient norm, if it is known.
-        events: The events of the run; that of the first NaN has its exact step.
+        events: The events of the run, one of which may have the exact step of the first NaN.
     """
     for name, points in figures.items():
         if name == "loss" or name.startswith("loss "):
@@ -201,7 +201,7 @@ def _describe_speed(board: JobBoard, figures: Mapping[str, Points]) -> Iterator[
 
 
 def _compare_with_best_stretch(step_time: float, points: Points) -> str:
-    """Returns how much slower steps are than in the best stretch; empty if hardly."""
+    """Returns a text: how much slower steps are than in the best stretch; empty if hardly."""
     means = ((mean, step) for step, mean in _mean_by_stretch(points) if mean > 0)
     best, step = min(means, default=(step_time, 0))
     if step_time < _SLOW * best or not step_time:
@@ -218,7 +218,7 @@ def _mean_by_stretch(points: Points) -> list[tuple[int, float]]:
 
 
 def _describe_time_shares(shares: Mapping[str, float]) -> Iterator[Answer]:
-    """Yields the shares of wall time, after the likely cause if one is too large."""
+    """Yields the likely cause if a share of wall time is too large, then all shares."""
     if shares:
         limits = {part: _LARGE_WAITING if part == "waiting" else _LARGE for part in _LIKELY}
         large = [part for part in _LIKELY if shares.get(part, 0.0) > limits[part]]

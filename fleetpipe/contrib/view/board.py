@@ -74,11 +74,11 @@ class JobBoard:
         slow: The ranks that are slow.
         restarts: How often the job was restarted.
         last_checkpoint: The last checkpoint; None if none was saved.
-        gradient_norm: The norm of the last step before clipping; None if nothing is clipped by it.
-        news: Why the job was restarted, or that it has ended; empty for neither.
-        silence: Seconds since the job was last heard of, if these make it count as stopped.
-        history: The figures of its steps, and its events.
-        attempts: The attempts of the run; empty if it has no folder.
+        gradient_norm: The last step's gradient norm before clipping; None if no clip computes it.
+        news: A text: why the job was restarted, or that it has ended; empty for neither.
+        silence: Seconds since the last news of the job, if so long that it counts as stopped.
+        history: The figures of the job's steps, and its events.
+        attempts: The attempts of the run; empty if the run has no folder.
     """
 
     at: float
@@ -119,7 +119,7 @@ class JobBoard:
 
     @property
     def is_late(self) -> bool:
-        """True if steps are left, and the last is older than three usual steps and than 1 s."""
+        """True if steps are left, and the last ended over three usual steps and over 1 s ago."""
         if self.steps is not None and self.step >= self.steps:
             return False
         ages = [rank.step_age for rank in self.ranks if rank.step_age is not None]
@@ -128,7 +128,7 @@ class JobBoard:
 
     @property
     def shares(self) -> dict[str, float]:
-        """The share of wall time that a mean rank spends on each part; empty before two steps."""
+        """The fraction of wall time of a mean rank by what it does; empty before two steps."""
         measured = [rank.spent for rank in self.ranks if sum(rank.spent)]
         by_rank = [[seconds / sum(spent) for seconds in spent] for spent in measured]
         return {part: fmean(shares) for part, shares in zip(PARTS, zip(*by_rank))}
@@ -168,14 +168,14 @@ class JobBoard:
         )
 
     def seen_at(self, now: float) -> JobBoard:
-        """Returns the state as of ``now``, in seconds since 1970; see :meth:`after`."""
+        """Returns the state at the time ``now``, in seconds since 1970, if nothing new is heard."""
         return self.after(max(0.0, now - self.at))
 
     def after(self, silence: float) -> JobBoard:
-        """Returns the state as of ``silence`` seconds later, if nothing new is heard of the job.
+        """Returns the state ``silence`` seconds later, if nothing new is heard of the job.
 
-        After ``SILENT_SECONDS`` its ranks count as stopped. A job that is stopped or late has no
-        rate and no time left; in a late one the ranks for which others wait are slow.
+        After ``SILENT_SECONDS`` the ranks count as stopped. A stopped or late job has no rate and
+        no time left; in a late job the ranks for which others wait count as slow.
         """
         dead = silence >= SILENT_SECONDS
         board = self._with_silent_ranks(silence) if dead else self
@@ -185,7 +185,7 @@ class JobBoard:
         return replace(board, step_time=0.0, samples_per_second=0.0, slow=slow)
 
     def _with_silent_ranks(self, silence: float) -> JobBoard:
-        """Returns the state with all ranks stopped that have not ended, and all ages raised."""
+        """Returns the state ``silence`` seconds later, with ranks stopped that have not ended."""
         ranks = tuple(
             replace(
                 rank,
@@ -237,7 +237,7 @@ class BoardFile:
         self._changed = 0.0
 
     def __call__(self) -> JobBoard:
-        """Returns the state of the job as of now.
+        """Returns the current state of the job.
 
         The first call waits up to 0.6 s for a change of the file, which shows that the job lives.
 
@@ -306,7 +306,7 @@ class Boards:
         )
 
     def _find_slow_ranks(self, records: Mapping[int, RankRecord]) -> list[SlowRank]:
-        """Adds the steps since the last call to those known; returns the slow ranks."""
+        """Adds the steps since the last call to the comparison; returns the slow ranks."""
         if len(records) == 1:
             return []  # there is no other rank to compare it with
         stages = {rank: (record.stages, record.shard) for rank, record in records.items()}
@@ -345,7 +345,7 @@ class Row(NamedTuple):
     """The figures of one batch or one evaluation.
 
     Attributes:
-        step: Batches that were trained before, in all epochs, with this one.
+        step: How many batches were trained by then, in all epochs, this one included.
         epoch: Number of the epoch, from 0.
         time: Seconds since 1970; 0 if the line has none.
         figures: Values by name, NaN and infinities included.
@@ -361,17 +361,17 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class RunRecord:
-    """All that is recorded of a run: in its folder, or, of a job that runs, its board alone.
+    """All that is known of a run: from its folder, or for a running job from its board.
 
     Attributes:
         name: The name of the folder, or of the job.
         board: The last board of the job; if none was written, one made from its rows.
-        train: Rows of batches, by step; the later one of a step that was run twice.
+        train: Rows of batches, by step; of a step that ran twice, the later row.
         evaluations: Rows of evaluations, by step.
         about: ``run.json``; empty without that file.
         pipeline: The predicted and the measured timelines; None if unknown.
         notes: Texts about missing or damaged files, why, and what to do.
-        saved: The newest step of checkpoints in the folder, and the hash of its model.
+        saved: The step of the newest checkpoint in the folder, and the hash of its model.
     """
 
     name: str

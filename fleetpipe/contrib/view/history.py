@@ -38,10 +38,11 @@ class AttemptRecord:
 
     Attributes:
         began: Seconds since 1970.
-        step: Steps that the run had done before.
+        step: Steps that the run had done before the attempt.
         ended: Seconds since 1970; None if not recorded.
-        last_step: The step in which it failed, or the number of steps done or saved at its end.
-        outcome: How it ended, in words; empty if not recorded.
+        last_step: The step in which the attempt failed, or the number of steps done or saved at its
+            end.
+        outcome: How the attempt ended, in words; empty if not recorded.
         details: The last output of the rank that failed.
         failed: Whether some rank failed.
         finished: Whether the training was completed.
@@ -83,7 +84,7 @@ def attempts_of(lines: Iterable[Mapping[str, Any]]) -> list[AttemptRecord]:
 
 
 def _record_end(attempt: AttemptRecord, line: Mapping[str, Any]) -> None:
-    """Adds to an attempt what the line of its end says: exit code, step, and steps saved.
+    """Stores the end of an attempt from its line: exit code, step, and steps saved.
 
     A run that was asked to stop saves its steps, and has not finished.
     """
@@ -107,7 +108,7 @@ def _record_end(attempt: AttemptRecord, line: Mapping[str, Any]) -> None:
 
 
 def _to_number(value: Any) -> float:
-    """Returns a value of JSON as a time or a step; 0 if it can be none."""
+    """Returns a value of JSON as a time or step; 0 if the value cannot be either."""
     return float(value) if _is_usable_number(value) else 0.0
 
 
@@ -121,8 +122,8 @@ class HistoryRow(NamedTuple):
 
     Attributes:
         step: The step, or the last of the steps.
-        figures: By name, the value in the last of the steps that has it, not a mean; but NaN or an
-            infinity if one of the steps has it so.
+        figures: By name, the value in the last of the steps that has it (no mean); NaN or an
+            infinity if any of the steps has that.
     """
 
     step: int
@@ -138,8 +139,8 @@ class RunEvent(NamedTuple):
         kind: ``start``, ``restart``, ``healed``, ``save``, ``allowed``, ``warning``, ``slow``,
             ``nan`` or ``mixed``.
         text: What happened, in words.
-        since: Steps that were done when it began, or at the first time.
-        times: How many times it happened.
+        since: Steps that were done when the event began, or at the first time.
+        times: How many times the event happened.
     """
 
     time: float
@@ -159,7 +160,7 @@ class RunEvent(NamedTuple):
 class History:
     """The figures of a run by step: a row for each ``stride`` steps, at most ``MOST`` rows.
 
-    A row has the figures of its last step, or the NaN or infinity that another of its steps had.
+    A row has the figures of its last step; NaN or an infinity in any of its steps stays.
 
     Attributes:
         events: What happened, the newest last.
@@ -200,7 +201,7 @@ class History:
     def add_event(self, event: RunEvent) -> None:
         """Adds an event.
 
-        If the last event has the same kind and text, the two become one, which happened more times.
+        If the last event has the same kind and text, it is counted once more instead.
         """
         *earlier, last = self.events or (None,)
         if last is not None and (last.kind, last.text) == (event.kind, event.text):
@@ -234,7 +235,7 @@ class History:
         return series
 
     def gaps(self) -> dict[int, int]:
-        """Returns where steps are missing: by the step of the row after a gap, the gap's first.
+        """Returns, by the step of the row after a gap, the first missing step of the gap.
 
         Between two rows there is a gap if they are more than two strides apart.
         """
@@ -246,8 +247,8 @@ class History:
     def content(self) -> dict[str, Any]:
         """Returns the history as a value for ``json.dumps``, which writes NaN and infinities.
 
-        Under ``rows`` stand pairs of a step and figures by name, under ``events`` the fields of
-        :class:`RunEvent` as lists.
+        ``rows`` has pairs of a step and figures by name, ``events`` the fields of :class:`RunEvent`
+        as lists.
         """
         rows = [[step, {**row}] for step, row in self.rows()]
         return {"stride": self.stride, "rows": rows, "events": list(map(list, self.events))}
@@ -279,7 +280,7 @@ class History:
 def _merge_figures(earlier: Mapping[str, float], later: Mapping[str, float]) -> Mapping[str, float]:
     """Returns the figures of two rows of the history that become one.
 
-    A figure is that of the later row, but NaN or infinite if the earlier row has it so.
+    A figure is the later row's, unless the earlier row's is NaN or infinite.
     """
     strange = {name: value for name, value in earlier.items() if not math.isfinite(value)}
     return {**earlier, **later, **strange}

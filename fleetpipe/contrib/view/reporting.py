@@ -39,10 +39,10 @@ _NO_EVENTS = (__name__, allow.__name__)
 
 
 class BoardWriter:
-    """Makes the state of a job, its board, from the records of its ranks, and writes it.
+    """Makes the state of a job, its board, from the records of its ranks; writes it into files.
 
     Attributes:
-        board: The last state.
+        board: The last state of the job.
     """
 
     def __init__(self, job: Job, now: float) -> None:
@@ -89,10 +89,10 @@ class BoardWriter:
                     run_files.append_line(folder / run_files.SLOW, line)
 
     def close(self, last: RankRecord, now: float) -> None:
-        """Writes the last state of the job: that it has ended.
+        """Writes the last state of the job, which says that the job has ended.
 
         Args:
-            last: The last record of this rank, which may be newer than that in the last board.
+            last: The last record of this rank, which may be newer than the last board's.
             now: Seconds since 1970.
         """
         step = max(self.board.step, last.step)
@@ -120,7 +120,7 @@ class BoardWriter:
             slow: The ranks that are slow now.
 
         Returns:
-            The slow ranks that a log has to name.
+            The slow ranks that the log has to name.
         """
         self._note_figures(board)
         named = self._notices.choose(slow, board.at)
@@ -148,7 +148,7 @@ class BoardWriter:
             self._history.add(self._history.last, {**norm, "busy share": 100 * busy})
 
     def _continue_history(self, step: int) -> None:
-        """Continues the longest history in the folders if the first step is that of a restart."""
+        """Continues the longest history in the folders, if the first step shows a resumed run."""
         if step > 1 or attempt_files.number() > 1:
             earlier = map(history.read_history, self._board_folders())
             events = self._history.events
@@ -179,11 +179,11 @@ class BoardWriter:
         """Adds an event to the history.
 
         Args:
-            kind: As in ``RunEvent``.
+            kind: The kind of event, such as ``restart`` or ``nan``.
             text: What happened, in words.
             step: Steps that were done by then.
             at: Seconds since 1970.
-            since: Steps that were done when it began; 0 if it did not last.
+            since: Steps that were done when the event began; 0 if it did not last.
         """
         event = history.RunEvent(at, step, kind, text, min(step, since or step))
         self._history.add_event(event)
@@ -212,7 +212,7 @@ class BoardWriter:
                     self._written[folder] = _file_identity(folder / FILE)
 
     def _note_other_writer(self, folder: Path) -> None:
-        """Adds an event if the board in a folder is not the one that was written last."""
+        """Adds an event if another process has written the board's file in a folder."""
         last = self._written.get(folder)
         if last is not None and _file_identity(folder / FILE) != last and not self._mixed:
             self._mixed = True
@@ -228,7 +228,7 @@ class BoardWriter:
 
 
 def _file_identity(path: Path) -> tuple[int, int]:
-    """Returns values that change if another file is put in the place of this one."""
+    """Returns values that change if another file takes the place of the one at ``path``."""
     status = path.stat()
     return status.st_ino, status.st_mtime_ns
 
@@ -260,7 +260,7 @@ class Reporter:
             self._writer.close(last, time.time())
 
     def _note_warning(self, record: logging.LogRecord) -> None:
-        """Makes an event of a warning in the log."""
+        """Adds a warning in the log as an event."""
         if record.name not in _NO_EVENTS:
             first = record.getMessage().partition("\n")[0]
             self._job.progress.note_event("warning", first)
@@ -277,7 +277,7 @@ class Reporter:
 def record_in(folder: Path) -> None:
     """Adds a folder to those into which the first rank of the current job writes its state.
 
-    Without a job, and on other ranks, nothing happens.
+    Does nothing without a job, and on other ranks.
     """
     job = current_job()
     if job is not None and job.leads():
@@ -307,11 +307,11 @@ def _keep_board(job: Job) -> Reporter:
 def begin(job: Job, address: str | None) -> None:
     """Starts to write the state of a job on its first rank, and to serve it as a page.
 
-    Both end with the job. Raises the errors of ``Server``.
+    Writing and serving end with the job. Raises the errors of ``Server``.
 
     Args:
         job: The job.
-        address: PORT or HOST:PORT to serve at; None: the board is not served.
+        address: PORT or HOST:PORT to serve at; None serves nothing.
     """
     reporter = _keep_board(job)
     if address is not None:

@@ -40,7 +40,7 @@ def read(folder: Path) -> RunRecord:
     """Reads the folder of a run.
 
     Args:
-        folder: The folder of ``MetricsLogger``, or of a trace.
+        folder: The folder into which ``MetricsLogger``, or a trace, was written.
 
     Raises:
         ConfigError: There is no such folder, or it has none of the files of a run.
@@ -89,7 +89,7 @@ def read(folder: Path) -> RunRecord:
 def _read_board(
     folder: Path, rows: Sequence[Row], about: Mapping[str, Any], attempts: Sequence[AttemptRecord]
 ) -> JobBoard:
-    """Reads the board that the job wrote; if there is none, makes one from the other files."""
+    """Reads the job's state (board) as the job wrote it, or else makes it from the other files."""
     try:
         return BoardFile(folder / BOARD)()
     except ConfigError:
@@ -103,9 +103,9 @@ def _read_board(
 
 
 def _newest_checkpoint(folder: Path) -> tuple[int, str] | None:
-    """Returns the newest step of all checkpoints below the folder, and the hash of its model.
+    """Returns the newest checkpoint below the folder: its step, and the hash of its model.
 
-    None if there is no checkpoint, or if the newest one is damaged.
+    Returns None if there is no checkpoint, or if the newest one is damaged.
     """
     complete = map(run_folder.complete_steps, _subfolders(folder))
     steps = {step: path for paths in complete for step, path in paths.items()}
@@ -179,7 +179,7 @@ def _row_from_line(line: Mapping[str, Any]) -> Row | None:
 
 
 def _drawable_figure(value: float) -> float:
-    """Returns a figure as a float; one that is too large to draw becomes infinite."""
+    """Returns a figure as a float, which is infinite if the figure is too large to draw."""
     return float(value) if not abs(value) > _MOST else math.copysign(math.inf, value)
 
 

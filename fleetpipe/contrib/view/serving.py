@@ -19,7 +19,7 @@ from fleetpipe.job.records import RankRecord
 
 
 class AttemptBoard:
-    """Reads the state of a job from the folder of the attempt that runs now."""
+    """Reads the state of a job, from the folder of the attempt that runs now."""
 
     def __init__(self) -> None:
         self._last = JobBoard(time.time())
@@ -32,7 +32,7 @@ class AttemptBoard:
 
         Args:
             directory: The folder of the attempt, into which its first rank writes the board.
-            restarts: How many attempts before it failed.
+            restarts: How many earlier attempts failed.
             news: Why the attempt was started; empty for the first one.
         """
         starting = tuple(
@@ -74,8 +74,8 @@ def serving(address: Address | None) -> Iterator[AttemptBoard]:
         address: The address to serve at; None: nothing is served.
 
     Yields:
-        The board, to which the launcher has to name each attempt that begins. Raises the errors of
-        ``Server``.
+        The board, whose :meth:`AttemptBoard.begin` the launcher calls for each attempt. Raises the
+        errors of ``Server``.
     """
     board = AttemptBoard()
     if address is None:

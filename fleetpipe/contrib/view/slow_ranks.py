@@ -68,15 +68,15 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class SlowRank:
-    """A rank that is slow.
+    """A rank that is slower than its peers, or than it was.
 
     Attributes:
-        rank: Its rank in the job.
+        rank: The number of the rank in the job.
         what: ``compute``, ``compute (processor limit)``, ``compute (slow machine)``, ``data``,
             ``save``, ``link to rank N``, or ``step`` and ``callbacks`` of a rank that ends no step.
-        factor: How many times as long it takes.
-        reference: What it is compared with, in words.
-        since: The step from which on it is slow, from 1; 0 if unknown.
+        factor: How many times as long the rank takes.
+        reference: What the rank is compared with, in words.
+        since: The step from which on the rank is slow, from 1; 0 if unknown.
     """
 
     rank: int
@@ -92,7 +92,7 @@ class SlowRank:
 
 
 class StepComparison:
-    """Finds the ranks that are slow in one figure, from their figures step by step.
+    """Finds the ranks that are slow in one figure (such as compute), from its value in each step.
 
     Attributes:
         slow: The ranks that are slow now, and how many times as long each takes.
@@ -103,7 +103,7 @@ class StepComparison:
 
         Args:
             peers: The peers of each rank; empty for ranks that are compared with their own past.
-            least: The least threshold.
+            least: The least factor from which on a rank counts as slow.
         """
         self._peers = peers
         self._least = math.log(least)
@@ -122,7 +122,7 @@ class StepComparison:
 
         Args:
             figures: The figure of each rank, in seconds or probes.
-            costs: Each rank is slow only if it loses more time than this, in the same unit.
+            costs: By rank, how much it must lose, in the same unit, to count as slow.
         """
         self._count += 1
         if self._count <= _WARM_UP:
@@ -141,7 +141,7 @@ class StepComparison:
             self.slow = {rank: factor for rank, factor in factors.items() if factor is not None}
 
     def _learn_thresholds(self) -> None:
-        """Updates usual figures and thresholds; once in a window, because it takes long."""
+        """Updates usual figures and thresholds; called once in a window, since it takes long."""
         self._usual = {rank: median(figures) for rank, figures in self._figures.items()}
         for rank, noise in self._noise.items():
             # The last window may be the beginning of a slowness.
@@ -195,7 +195,7 @@ class ProcessorLimit:
     """Measures how much longer a rank takes because of the processor limit of its container.
 
     Attributes:
-        factor: How many times as long it takes; None if the limit does not matter.
+        factor: How many times as long the rank takes; None if the limit does not matter.
     """
 
     def __init__(self) -> None:
@@ -204,7 +204,7 @@ class ProcessorLimit:
         self.factor: float | None = None
 
     def add(self, limited: float, span: float) -> None:
-        """Adds a step: the seconds in which the limit kept the rank from running, and its span."""
+        """Adds a step: the seconds that the limit kept the rank from running, and the step's."""
         self._steps.append((limited, span))
         self._span += span
         while len(self._steps) > WINDOW and self._span - self._steps[0][1] > _LIMIT_SECONDS:
@@ -226,7 +226,8 @@ class SlowRanks:
         """Begins without any steps.
 
         Args:
-            stages: By rank of the job its stages, and its index among the ranks that share them.
+            stages: By rank of the job, its stages, and its index among the ranks with the same
+                stages.
         """
         #: By rank, its rows of steps that not all ranks have finished, by step.
         self._rows: dict[int, dict[int, StepRow]] = {rank: {} for rank in stages}
@@ -311,8 +312,8 @@ class SlowRanks:
         """Compares links by the time from the send of a message to its receive.
 
         The times of both directions are added, so that the clocks may differ. A slow link delays a
-        step by each message that both ends wait for. An end that waits for no message receives it
-        only after it has computed: its time is an upper bound, and the lowest one counts.
+        step by each message that both ends wait for. A rank that does not wait receives a message
+        late, after it has computed: its time is an upper bound, so the lowest time counts.
         """
         ways = {
             (int(source), rank): (flight, awaited)
@@ -336,7 +337,7 @@ class SlowRanks:
 class Notices:
     """Chooses the slow ranks that a log names: slow for 5 s, and again after longer and longer.
 
-    On a desktop computer other work is often short, and comes again and again.
+    The pauses grow since, on a desktop computer, other work often comes and goes.
 
     Attributes:
         past: The ranks that had been slow for 5 s, and are not any more.

@@ -42,13 +42,13 @@ NAMES = ("FThenB", "1F1B", "ZBH1", "ZBH2")
 
 
 class Cause(NamedTuple):
-    """A straggler.
+    """A straggler: a rank, stage, replica, link or micro-batch that is slower than its peers.
 
     Attributes:
         kind: "rank", "stage", "replica", "link" or "micro-batch".
-        name: Its name, for people.
-        factor: Its time over that of its peers.
-        share: The share of the lost time that is gained if it is ideal; it may exceed 1.
+        name: The name of the straggler, for people.
+        factor: The straggler's time over that of its peers.
+        share: The fraction of the lost time that is gained if the straggler is ideal; may exceed 1.
     """
 
     kind: str
@@ -60,10 +60,10 @@ class Cause(NamedTuple):
 def find_suspects(steps: Sequence[ReplayedStep]) -> list[tuple[Cause, IsMember]]:
     """Returns the slowest stage, replica, rank, micro-batch and link, the worst first.
 
-    One that is hardly slower than others of its kind is left out.
+    A kind in which none is clearly slower than its peers is left out.
 
     Returns:
-        Each with a test of which operations are its own.
+        Each straggler, with a test of which operations belong to it.
     """
     timed = _time_operations(steps)
     computed = _relative_times([pair for pair in timed if pair[0].kind not in COMMUNICATIONS])
@@ -92,16 +92,16 @@ def find_suspects(steps: Sequence[ReplayedStep]) -> list[tuple[Cause, IsMember]]
 
 
 def _time_operations(steps: Sequence[ReplayedStep]) -> list[TimedOperation]:
-    """Returns all operations of a trace with their seconds, without waits."""
+    """Returns all operations of a trace, each with its seconds without waits."""
     return [
         (op, float(seconds))
         for step in steps
-        for op, seconds in zip(step.operations, step.transfer_times)
+        for op, seconds in zip(step.operations, step.times_without_waits)
     ]
 
 
 def _relative_times(timed: Sequence[TimedOperation]) -> list[TimedOperation]:
-    """Returns each operation with its time over the median of its kind."""
+    """Returns each operation, with its time over the median of its kind."""
     medians = _median_by_key(timed, lambda op: op.kind)
     return [(op, time / medians[op.kind] if medians[op.kind] > 0 else 1.0) for op, time in timed]
 
@@ -149,15 +149,15 @@ def _link_of(op: TracedOperation) -> tuple[int, ...]:
 def _find_worst(
     kind: str, factors: Mapping[Any, float], key: Callable[[TracedOperation], object], name: str
 ) -> list[tuple[Cause, IsMember]]:
-    """Returns the slowest one of a kind, with a test of which operations are its own.
+    """Returns the slowest straggler of a kind, with a test of which operations belong to it.
 
-    Empty if it is hardly slower than the others.
+    The result is empty if the slowest is hardly slower than the others.
 
     Args:
-        kind: As in :class:`Cause`.
+        kind: The field ``kind`` of the :class:`Cause`.
         factors: How many times as long each takes, by its number, rank or link.
-        key: Returns that of an operation.
-        name: The name in words, with fields for what is in such a key.
+        key: Returns the number, rank or link of an operation.
+        name: The name in words, with fields for what is in such a key, as for ``str.format``.
     """
     if len(factors) < 2:
         return []
@@ -179,13 +179,14 @@ class Slowdown(NamedTuple):
     """The result of replaying a trace.
 
     Attributes:
-        slowdown: Mean step as replayed over the mean ideal step, S.
-        last_stage: Share of the lost time due to the last stage, M_S.
-        slowest_ranks: Share due to the slowest 3 % of the ranks, at least one, M_W.
+        slowdown: S: the mean replayed step over the mean ideal step.
+        last_stage: M_S: the fraction of the lost time that is due to the last stage.
+        slowest_ranks: M_W: the fraction that is due to the slowest 3 % of the ranks, at least one
+            rank.
         step_times: Seconds of each step: in the trace, replayed, ideal.
-        ranks: The score of each rank by (replica, stage).
-        links: Share due to all communications.
-        causes: The likeliest one of each kind, the greatest factor first; none within noise.
+        ranks: How slow each rank is, by (replica, stage).
+        links: The fraction that is due to all communications.
+        causes: The likeliest straggler of each kind, the greatest factor first; none within noise.
     """
 
     slowdown: float
@@ -213,7 +214,7 @@ class Slowdown(NamedTuple):
 
 
 def slowdown_of(steps: Sequence[ReplayedStep]) -> Slowdown:
-    """Computes what stragglers cost: replays a trace, and again with each of them made ideal.
+    """Computes what stragglers cost: replays a trace as it is, and with each straggler made ideal.
 
     Raises:
         ConfigError: No operation took any time.
@@ -239,7 +240,7 @@ def slowdown_of(steps: Sequence[ReplayedStep]) -> Slowdown:
     replayed, best = mean_time["none"], mean_time["all"]
 
     def share(time: float) -> float:
-        """Returns the share of the lost time that is gained if a mean step takes ``time``."""
+        """Returns the fraction of the lost time that is gained if a mean step takes ``time``."""
         lost = replayed - best
         return float((replayed - time) / lost) if lost > 1e-9 * replayed else 0.0
 
@@ -279,7 +280,7 @@ def ideal_times(steps: Sequence[ReplayedStep]) -> dict[str, float]:
 def _replay_cases(
     steps: Sequence[ReplayedStep], ideal: Mapping[str, float], members: Sequence[IsMember]
 ) -> np.ndarray:
-    """Replays each step once for each case.
+    """Replays each step in several cases, in each of which some operations take their ideal time.
 
     Args:
         steps: The steps of the trace.
@@ -293,7 +294,7 @@ def _replay_cases(
     for step in steps:
         chosen = np.array([[member(op) for member in members] for op in step.operations])
         best = np.array([ideal[op.kind] for op in step.operations])
-        durations = np.where(chosen, best[:, None], step.transfer_times[:, None])
+        durations = np.where(chosen, best[:, None], step.times_without_waits[:, None])
         rows.append(step.ends(durations).max(axis=0))
     return np.array(rows)
 
@@ -313,7 +314,7 @@ class Alternative(NamedTuple):
 
 
 def alternatives(steps: Sequence[ReplayedStep]) -> list[Alternative]:
-    """Simulates schedules with the mean costs of a trace's stages; W is half of a whole backward.
+    """Simulates other schedules with the mean costs of a trace's stages.
 
     Returns:
         The schedules, the fastest first; none for a trace with several model parts on a rank, fused

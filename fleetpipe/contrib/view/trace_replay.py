@@ -60,9 +60,10 @@ class ReplayedStep:
 
     Attributes:
         operations: The operations, in the order of the trace.
-        transfer_times: [operations]; seconds of each without waits: a communication counts from
-            when the last operation of its group begins.
-        span: Seconds from the end of the step before, or else from its own begin, to its end.
+        times_without_waits: [operations]; the seconds of each without waits: a communication counts
+            from when all its operations have begun.
+        span: Seconds to the end of the step from the end of the step before, or else from its
+            begin.
         follows: Whether the step before is in the trace.
     """
 
@@ -102,16 +103,16 @@ class ReplayedStep:
             ) from error
         self.follows = False
         self.span = max(op.end for op in self.operations) - self.operations[0].start
-        self.transfer_times = np.array([op.duration for op in self.operations])
+        self.times_without_waits = np.array([op.duration for op in self.operations])
         for index, group in together.items():
             last_start = max(self.operations[member].start for member in group)
-            self.transfer_times[index] = max(self.operations[index].end - last_start, 0)
+            self.times_without_waits[index] = max(self.operations[index].end - last_start, 0)
 
     def ends(self, durations: Durations) -> np.ndarray:
-        """Returns [operations, cases]: when each ends, in seconds from the begin of the step.
+        """Returns when each operation ends in each case: seconds from the step's begin.
 
         Args:
-            durations: [operations, cases].
+            durations: [operations, cases] in seconds; so is the result.
         """
         ends = np.zeros_like(durations)
         for index in self._order:
@@ -124,7 +125,7 @@ class ReplayedStep:
 
 
 def steps_of(operations: Iterable[TracedOperation], one_thread: bool = False) -> list[ReplayedStep]:
-    """Returns the steps of a trace, in order; see :class:`ReplayedStep`."""
+    """Returns the steps of a trace, in order; the arguments are :class:`ReplayedStep`'s."""
     by_step: defaultdict[int, list[TracedOperation]] = defaultdict(list)
     for operation in operations:
         by_step[operation.step].append(operation)
@@ -165,7 +166,7 @@ def _find_dependencies(operations: Sequence[TracedOperation], one_thread: bool) 
     """Returns for each operation the indices of the operations that must end before it begins.
 
     A send and its receive, or the replicas of a collective, begin together. Each has only its own
-    dependencies here; the caller joins them.
+    dependencies in the result; the caller joins the group's.
 
     Args:
         operations: The operations of one step, sorted by start.
@@ -226,7 +227,7 @@ class Machine(NamedTuple):
         processors: The number of processors that the ranks of each host may use.
         limited: Seconds of each step in which a container's limit stopped the ranks.
         stolen: Seconds of each step that the hypervisor took.
-        load: Threads that ran or waited for a processor, in the mean of the last minute.
+        load: The mean number of threads, in the last minute, that ran or waited for a processor.
         between: Seconds before each step by their use (``BETWEEN``); empty in older traces.
     """
 
@@ -249,7 +250,7 @@ class Machine(NamedTuple):
 
 
 def machine_of(document: Mapping[str, Any]) -> Machine:
-    """Reads the machine that a trace records; an older trace has none.
+    """Reads what a trace records of its machine; the result is empty for an older trace.
 
     Raises:
         ConfigError: The record is damaged.
@@ -263,10 +264,10 @@ def machine_of(document: Mapping[str, Any]) -> Machine:
 
 
 def account_of(steps: Sequence[ReplayedStep], machine: Machine) -> dict[str, float]:
-    """Returns the seconds of a mean step that a mean rank spends on each row, by the row's name.
+    """Returns how a mean rank spends the seconds of a mean step, by what it spends them on.
 
-    The rows are "computing", ``WAITING``, ``QUEUEING``, ``LIMITED``, ``STOLEN`` and ``OUTSIDE``;
-    their sum is the mean step.
+    The keys are "computing", ``WAITING``, ``QUEUEING``, ``LIMITED``, ``STOLEN`` and ``OUTSIDE``;
+    the values sum to the mean step.
 
     Args:
         steps: The steps of a trace.
@@ -295,10 +296,10 @@ def account_of(steps: Sequence[ReplayedStep], machine: Machine) -> dict[str, flo
 
 
 def shares_of(steps: Sequence[ReplayedStep], machine: Machine) -> dict[str, float]:
-    """Returns the share of a mean step that a mean rank spends on each of ``PARTS``.
+    """Returns the fraction of a mean step that a mean rank spends on each of ``PARTS``.
 
-    A step lasts from the end of the step before to its own end; steps without one before them in
-    the trace are left out.
+    A step lasts from the end of the step before to its own end; the first step of a trace is left
+    out.
 
     Args:
         steps: The steps of a trace.

@@ -64,15 +64,15 @@ class TracedOperation(NamedTuple):
 
     Attributes:
         step: The step that it belongs to.
-        replica: The replica of the rank, 0 if there is only one.
+        replica: The replica of the rank, from 0.
         stage: The rank's number in its pipeline.
-        part: The model part, numbered along the model: stage c * p + s of a loop.
+        part: The number of the model part, counted along the model: chunk * ranks + rank.
         kind: F, B, I, W, one of ``COMMUNICATIONS``, "optimizer", or any other computation.
         micro_batch: The micro-batch, or a slice of one.
         start: When it began, in seconds.
         duration: Seconds until its end, waits included.
-        early: How many actions that stand before it in the schedule began later on its rank.
-        queued: Seconds of it in which its rank waited for a processor.
+        early: How many actions began later on the rank, though they are earlier in the schedule.
+        queued: Seconds of the duration in which the rank waited for a processor.
     """
 
     step: int
@@ -168,10 +168,10 @@ def _operations_in_event(event: Event) -> Iterator[TracedOperation]:
 
 
 def _number_slices(operations: list[TracedOperation]) -> list[TracedOperation]:
-    """Returns operations on sequence chunks with the number of chunks that their trace has.
+    """Sets, in operations on sequence chunks ("slices"), how many chunks a micro-batch has.
 
-    A ``SliceNumber`` says of which chunk ("slice") of a micro-batch an operation is, and how many
-    there are. That is the highest number of one in the trace, plus 1.
+    A ``SliceNumber`` has the number of an operation's chunk, and how many there are: the highest
+    number in the trace, plus 1.
     """
     # By the index of an operation on a chunk, the micro-batch and the chunk.
     sliced = {
@@ -190,9 +190,9 @@ def _number_slices(operations: list[TracedOperation]) -> list[TracedOperation]:
 def _number_steps(operations: list[TracedOperation]) -> list[TracedOperation]:
     """Returns the operations, sorted by start, with their steps numbered from 0.
 
-    The step of an operation is how often its rank has run the same operation before. If the trace
-    has transfers, a shorter gap than ``_ENGINE_SECONDS`` before an operation, in which the engine
-    ran, becomes a part of the operation.
+    The step of an operation is the number of times its rank has run the same operation before. If
+    the trace has transfers, an operation begins earlier by a short gap before it (less than
+    ``_ENGINE_SECONDS``), in which the engine ran.
     """
     numbers: dict[tuple[object, ...], int] = {}
     # By step and rank, the end of the operation before.
@@ -211,7 +211,7 @@ def _number_steps(operations: list[TracedOperation]) -> list[TracedOperation]:
 
 
 def _read_csv(path: str | Path) -> Iterator[_Row]:
-    """Yields the rows of a table; refuses one that lacks a column before the first row is read."""
+    """Yields the rows of a table; first raises a ConfigError if a column is missing."""
     try:
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
@@ -222,7 +222,7 @@ def _read_csv(path: str | Path) -> Iterator[_Row]:
 
 
 def _read_parquet(path: str | Path) -> Sequence[_Row]:
-    """Returns the rows of a table; refuses one that lacks a column."""
+    """Returns the rows of a table; raises a ConfigError if a column is missing."""
     try:
         import pyarrow.parquet
     except ImportError as error:
@@ -239,7 +239,7 @@ def _read_parquet(path: str | Path) -> Sequence[_Row]:
 
 
 def _require_columns(path: str | Path, names: Sequence[str]) -> None:
-    """Refuses a table without one of the columns that must be there."""
+    """Raises a ConfigError if a table lacks a required column."""
     missing = [name for name in COLUMNS if name not in _OPTIONAL and name not in names]
     if missing:
         raise ConfigError(
@@ -258,7 +258,7 @@ def _unreadable_table(path: str | Path, error: Exception) -> ConfigError:
 
 
 def _operation_in_row(row: _Row, where: str) -> TracedOperation:
-    """Returns the operation in a row of a table; its ``part`` is only the number of its chunk.
+    """Returns the operation in a row of a table; ``part`` is still the number of the chunk.
 
     The caller computes the part when it knows the number of ranks.
 
@@ -311,10 +311,10 @@ class Pipeline:
 
     Attributes:
         placement: Which rank owns which stage.
-        predicted: The schedule, simulated with the median costs of the trace; without a trace with
+        predicted: The simulated schedule, with the median costs of the trace; without a trace, with
             a cost of 1 for each of F, I and W.
         traced: The events of each traced step; empty without a trace.
-        numbers: The numbers of these steps in the run.
+        numbers: The numbers of the traced steps in the run.
         unit: The unit of the times: ``"s"``, or empty if they are costs of 1.
         peaks: The most forwards that each rank holds under the schedule; empty if unknown.
         caveat: A warning about the traced steps, or empty.
@@ -342,7 +342,7 @@ def pipeline_of(schedule: Any, trace: Path | None) -> Pipeline | None:
         trace: A ``trace.json`` with both tracks, as a run writes it.
 
     Raises:
-        OSError, ValueError, KeyError, TypeError: The trace is not such a file.
+        OSError, ValueError, KeyError, TypeError: The trace is no file of a traced run.
         FleetPipeError: The text is not a schedule.
     """
     text = schedule.get("text") if isinstance(schedule, dict) else None
@@ -383,7 +383,7 @@ def _read_tracks(document: Any, name: str) -> tuple[dict[str, list[Event]], dict
 
 
 def placement_of(stages: dict[int, int]) -> Placement:
-    """Returns the placement that puts the stages on the ranks of the trace.
+    """Returns the placement in which each stage is on the given rank.
 
     Args:
         stages: The rank of each stage.

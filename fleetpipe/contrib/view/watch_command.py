@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ConfigError: There is no such job, or it cannot be served.
         PackageNotFound: rich or prometheus-client is not installed.
-        UsageError: ``--json`` without ``--once``.
+        UsageError: ``--json`` is given without ``--once``.
     """
     if options.json and not options.once:
         raise UsageError("--json shows a job once", fix="give --once --json")
@@ -120,7 +120,7 @@ def show(source: Source, once: bool = False) -> None:
 
 
 def render(board: JobBoard) -> RenderableType:
-    """Renders a board for the terminal: answers, what each rank does, and curves."""
+    """Renders a job's state for the terminal: answers, what each rank does, and curves."""
     from rich.console import Group
     from rich.table import Table
 
@@ -162,7 +162,7 @@ def _plain_text(text: str, style: str = "") -> Text:
 
 
 def _draw_sparkline(values: Sequence[float]) -> str:
-    """Draws figures as a line of blocks, with a blank for each that is NaN or infinite."""
+    """Draws figures as a line of block characters, with blanks for NaN and infinite ones."""
     shown = values[:: -(-len(values) // _BLOCKS)]
     finite = [value for value in shown if math.isfinite(value)]
     low, span = min(finite, default=0.0), max(finite, default=0.0) - min(finite, default=0.0)
@@ -173,13 +173,14 @@ def _draw_sparkline(values: Sequence[float]) -> str:
 
 
 def source_of(text: str) -> Source:
-    """Returns a function that reads the board of a job.
+    """Returns a function that reads the state of a job, its board.
 
     Args:
-        text: The folder of its run, HOST:PORT, or the address of its page.
+        text: The folder of the job's run, HOST:PORT, or the address of the job's page.
 
     Raises:
-        ConfigError: There is no such folder, nobody keeps a board in it, or this is no HOST:PORT.
+        ConfigError: There is no such folder, no job writes its state there, or this is no
+            HOST:PORT.
     """
     folder = Path(text)
     if folder.is_dir():
@@ -204,14 +205,14 @@ def source_of(text: str) -> Source:
 
 
 def _fetch_board(address: Address, token: str) -> JobBoard:
-    """Reads the board of a job that is served.
+    """Reads the state of a job over HTTP.
 
     Args:
-        address: Where it is served.
-        token: The token to show; empty for none.
+        address: Where the job is served.
+        token: The token to send; empty for none.
 
     Raises:
-        ConfigError: Nothing answers there, or the answer is no board.
+        ConfigError: Nothing answers there, or the answer is no state of a job.
     """
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:

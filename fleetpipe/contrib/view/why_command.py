@@ -95,15 +95,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 class TraceAnalysis:
-    """The figures of a trace and the sentence on top, for the terminal, the page and JSON.
+    """The figures of a trace, and the sentence that sums them up, for terminal, page and JSON.
 
     Attributes:
         steps: The steps of the trace.
-        machine: The machine that ran them.
-        device: The device that ran them, ``"cpu"`` or ``"gpu"``.
-        slowdown: What stragglers cost, and which there are.
+        machine: The machine that ran the steps.
+        device: The device that ran the steps, ``"cpu"`` or ``"gpu"``.
+        slowdown: The stragglers, and what they cost.
         schedules: The times of a step under other schedules.
-        account: The seconds of a mean step by what a mean rank spends them on.
+        account: The seconds of a mean step, by what a mean rank spends them on.
         shares: The shares of wall time; empty if the trace does not record them.
         early: By number of a rank in its pipeline, how many actions it ran before others that the
             schedule has first, in all steps and replicas.
@@ -133,7 +133,7 @@ class TraceAnalysis:
         }
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """Yields lines to print: the name of a figure, indented below its whole, and its text."""
+        """Yields lines to print: the name of a figure, indented if it is a part, and its text."""
         slowdown, steps = self.slowdown, len(self.steps)
         measured, replayed, ideal = self._seconds
         yield "steps", f"{steps}, {len(slowdown.ranks)} ranks"
@@ -160,13 +160,13 @@ class TraceAnalysis:
 
     @property
     def sentence(self) -> str:
-        """Where the time went, which straggler costs most, and what limits what can be said."""
+        """A text: where the time went, the costliest straggler, and limits of the analysis."""
         slowest, loss = self._name_slowest(), self._name_largest_loss()
         first = f"{loss}. Of the rest: {slowest}" if loss else slowest
         return " ".join(filter(None, (first, self.machine.sentence, caveat(self.device))))
 
     def _name_largest_loss(self) -> str:
-        """Says where much time went that stragglers do not explain; empty if it is little."""
+        """Returns a text: where much time went that stragglers do not explain; "" if little."""
         measured, replayed, _ = self._seconds
         step = sum(self.account.values())
         without_processor = (replay.QUEUEING, replay.LIMITED, replay.STOLEN)
@@ -192,7 +192,7 @@ class TraceAnalysis:
         return ""
 
     def _name_slowest(self) -> str:
-        """Names the worst straggler, and how much shorter steps would be without it."""
+        """Returns a text: the worst straggler, and how much shorter steps would be without."""
         _, replayed, ideal = self._seconds
         worst = next((cause for cause in self.slowdown.causes if cause.share > 0), None)
         if worst is None:
@@ -224,7 +224,7 @@ def page(analysis: TraceAnalysis) -> str:
 
 
 def _draw_timelines(analysis: TraceAnalysis) -> Drawing:
-    """Draws the step that lost most, as it ran and with ideal durations, of the slowest replica."""
+    """Draws the slowest replica in the step that lost most, as it ran and with ideal durations."""
     # By rank, as (replica, number in the pipeline), its score; by kind, the ideal seconds.
     scores, ideal = analysis.slowdown.ranks, ideal_times(analysis.steps)
     lost = [replayed - ideal for _, replayed, ideal in analysis.slowdown.step_times]
@@ -260,7 +260,7 @@ def _draw_timelines(analysis: TraceAnalysis) -> Drawing:
 
 
 def _heat_rows(analysis: TraceAnalysis, columns: Sequence[Steps]) -> dict[str, list[float]]:
-    """Returns the rows of the heat map by name of rank.
+    """Returns the rows of the heat map, by the name of the rank.
 
     A row has for each column the time of the computations over their ideal time.
 

@@ -44,9 +44,10 @@ _SharedLayerDesc: Callable[..., Any] = paddle_fleet.meta_parallel.SharedLayerDes
 
 @shows("hidden", "vocabulary", "tied")
 class _HeadDescription(SeveralLayers):
-    """A head or embedding in a list of layers, until the number of ranks is known.
+    """The description of a head or embedding in a list of layers, before it is split over ranks.
 
-    A ``PipelineLayer`` then replaces it by :meth:`layers`, which hold parts of the vocabulary.
+    A ``PipelineLayer`` replaces it by the result of :meth:`layers`, which hold parts of the
+    vocabulary.
     """
 
     #: The axis of the vocabulary in the full weights.
@@ -97,8 +98,8 @@ class VocabularyHead(_HeadDescription):
         hidden: The size of a row of the input, [.., hidden].
         vocabulary: The number of classes.
         weight_attr: The ``ParamAttr`` of the weights of each part.
-        tied: The key of the :class:`VocabularyEmbedding` whose weights it shares; None for weights
-            of its own.
+        tied: The key of the :class:`VocabularyEmbedding` whose weights the head shares; None if it
+            shares none.
         bias_attr: The ``ParamAttr`` of the bias of each part; None for Paddle's default; False for
             no bias, which a tied head requires.
 
@@ -164,7 +165,8 @@ class VocabularyHead(_HeadDescription):
 class VocabularyEmbedding(_HeadDescription):
     """Describes an embedding to which a :class:`VocabularyHead` may be tied.
 
-    The embedding's rank holds all rows, as parts; every other rank has a copy of its head's part.
+    The embedding's rank holds all rows, as one parameter for each part; every other rank has a copy
+    of its part.
 
     Args:
         key: The key that the head gives as ``tied``.
@@ -196,7 +198,7 @@ def _mark_part(parameter: Tensor, part: PartOfWhole) -> Tensor:
 
 
 class DeferredLogits(NamedTuple):
-    """The output of a model that is whole in one process, from which the loss computes the logits.
+    """The output of a whole model in one process: the loss computes the logits from it.
 
     Attributes:
         hidden: The input of the head, [.., hidden].
@@ -212,8 +214,8 @@ class VocabularyPart(paddle.nn.Layer):
 
     Args:
         hidden: The size of a row.
-        part: The rows; if the full weights are cut along axis 1, those of the part are [hidden,
-            rows], as in a Linear.
+        part: Which rows; if the full weights are cut along axis 1, the part's are [hidden, rows],
+            as in a Linear.
         weight_attr: The ``ParamAttr`` of the weights.
         bias_attr: The ``ParamAttr`` of the bias; False for none.
         name: The name of the weights in the layer.
@@ -257,7 +259,7 @@ class VocabularyPart(paddle.nn.Layer):
         return f"rows={self.rows[0]}..{self.rows[1] - 1}"
 
     def forward(self, value: Nest) -> Nest:
-        """Computes three numbers for each row, [3, rows], or defers this to the loss.
+        """Computes the :meth:`statistics` of each row, [3, rows], or defers this to the loss.
 
         Args:
             value: In a pipeline, a tuple of the hidden values and the labels; in one process, the
@@ -272,8 +274,8 @@ class VocabularyPart(paddle.nn.Layer):
     def statistics(self, hidden: Tensor, label: Tensor) -> Tensor:
         """Returns three numbers for each row, [3, rows].
 
-        They are log(sum(exp(logits))); the label's logit, or 0 if the label is in another part; and
-        1 if the label is in this part, else 0.
+        The numbers are log(sum(exp(logits))); the label's logit, or 0 if the label is in another
+        part; and 1 if the label is in this part, else 0.
 
         Args:
             hidden: The hidden values, [.., hidden].
@@ -329,9 +331,9 @@ class EmbeddingInParts(paddle.nn.Layer):
 class _Statistics(paddle.autograd.PyLayer):
     """Computes what :meth:`VocabularyPart.statistics` returns, from one part of the logits.
 
-    Its arguments: the axis of the vocabulary in the weight; the hidden values [rows, hidden]; the
-    weight; the labels' rows in this part [rows, 1], out of its range for labels of other parts; and
-    the bias, if there is one. Backward needs one buffer of the size of these logits: their
+    The arguments are: the axis of the vocabulary in the weight; the hidden values [rows, hidden];
+    the weight; the labels' rows in this part [rows, 1], out of its range for labels of other parts;
+    and the bias, if there is one. Backward needs one buffer of the size of these logits: their
     exponentials, which are overwritten by the gradient.
     """
 
@@ -376,7 +378,7 @@ class _Statistics(paddle.autograd.PyLayer):
 
 
 def vocabulary_loss(value: Nest) -> Nest:
-    """Returns the results of the parts as a tuple, which the loss function takes.
+    """Returns the results of the vocabulary's parts as a tuple, for the loss function.
 
     This is the function of the last stage, which has no layers. If layers are recomputed, the
     result of a single part arrives without its tuple.
@@ -410,7 +412,7 @@ vocabulary_loss.require_losses = refuse_whole_logits  # type: ignore[attr-define
 
 
 class _CopyForParts(paddle.autograd.PyLayer):
-    """Copies the hidden values for each part; adds the copies' gradients as a pipeline does.
+    """Copies the hidden values for each part; adds the copies' gradients in a pipeline's order.
 
     A pipeline adds the last part's gradient first, and the order changes the bits.
     """
@@ -439,7 +441,7 @@ def vocabulary_cross_entropy(output: Nest, label: Tensor, ignore_index: int = -1
         A Tensor of the label's shape.
 
     Raises:
-        BoundaryError: The model has no VocabularyHead, or a label is no class of it.
+        BoundaryError: The model has no VocabularyHead, or a label is none of the head's classes.
     """
     if isinstance(output, DeferredLogits):
         copy: Callable[..., Sequence[Tensor]] = _CopyForParts.apply
@@ -493,7 +495,7 @@ class VocabularyLoss:
         self.declares = kind(ignore_index=ignore_index, reduction=reduction)
 
     def __call__(self, output: Nest, label: Tensor) -> Tensor:
-        """Returns the loss of a micro-batch; see :func:`vocabulary_cross_entropy`."""
+        """Returns the loss of a micro-batch, from the output of the model's head."""
         losses = vocabulary_cross_entropy(output, label, self.ignore_index)
         if self.reduction == "sum":
             return losses.sum()
@@ -509,7 +511,7 @@ class HeadBorders(Chain):
     """
 
     def __init__(self, placement: Placement) -> None:
-        """Finds the stages around the head: a stage for each part, and the last for the loss."""
+        """Finds the stages of the head: a stage for each part, and the last for the loss."""
         super().__init__(placement)
         self._before_head, self._loss = placement.body - 1, placement.stages - 1
 
@@ -523,7 +525,7 @@ class HeadBorders(Chain):
         return tuple(values.values()) if is_for_loss else super().join(values)
 
     def split(self, stage: int, output: Nest, labels: Nest) -> Values:
-        """Returns by edge out of a stage the value that is sent along it, as ``Borders`` does.
+        """Returns, by edge out of a stage, the value to send along the edge.
 
         The value is the stage's output; from the last stage before the head, which sends to all
         parts, a pair of the output and the classes.

@@ -48,7 +48,7 @@ class HeadedStages(CapturedStages):
         head: StageRunner,
         placement: Placement,
     ) -> None:
-        """Takes the captured runs, and the runner of the stages after them."""
+        """Stores the captured runs of the model, and the runner of the head's stages."""
         super().__init__(captures, training)
         self._head_runner, self._body_stages = head, placement.body
         self._chain: Borders = HeadBorders(placement)
@@ -77,10 +77,10 @@ class HeadedStages(CapturedStages):
 
 
 class HeadInParts(paddle.nn.Layer):
-    """Replaces a Linear, and returns its input unchanged: the parts run as stages of their own.
+    """Takes the place of a Linear in a model, and returns its input: the parts run as later stages.
 
     Attributes:
-        stages: Makes the stages of the model, and after them those of the parts and the loss.
+        stages: Makes the stages of the model, followed by those of the parts and the loss.
         path: The name of the Linear in the model.
         description: The equivalent head for a list of layers.
     """
@@ -92,7 +92,7 @@ class HeadInParts(paddle.nn.Layer):
 
         Args:
             linear: The Linear, of weights [hidden, vocabulary].
-            path: Its name in the model.
+            path: The name of the Linear in the model.
             ranks: Number of parts.
         """
         super().__init__()
@@ -133,12 +133,12 @@ class HeadInParts(paddle.nn.Layer):
         return list(map(class_name, self.description.layers(len(self.parts))))
 
     def nodes(self, number: int) -> list[Node]:
-        """Returns the node of part ``number``; the loss has none."""
+        """Returns the node of part ``number`` in a list; an empty list for the loss."""
         parts, scope = self.parts[number : number + 1], Scope(f"{self.path}.{number}", 0)
         return [Node(part, (), {}, (), (), (scope,), "") for part in parts]
 
     def defer_logits(self, hidden: Tensor) -> DeferredLogits:
-        """Returns the deferred logits of a plain model with this head; the loss computes them."""
+        """Returns a plain model's output with this head, from which the loss computes logits."""
         return DeferredLogits(hidden, self.parts)
 
     def require_last(self, *traces: Capture) -> None:
@@ -177,7 +177,7 @@ def _build_vocabulary_part(description: Any, weight: Tensor) -> Any:
 
 
 def _same_attributes(parameter: Tensor) -> Any:
-    """Returns a ``ParamAttr`` for parts, which are then trained as the parameter would be."""
+    """Returns a ``ParamAttr`` by which parts are trained like ``parameter``."""
     return paddle.ParamAttr(
         initializer=initializer_of(parameter) or paddle.nn.initializer.Constant(0.0),
         learning_rate=parameter.optimize_attr["learning_rate"],
@@ -215,11 +215,11 @@ def _require_linear(model: Layer, path: str) -> Layer:
 
 @contextmanager
 def in_place(model: Layer, path: str, ranks: int) -> Iterator[HeadInParts]:
-    """Replaces a Linear of a model by a head in parts, for good unless the context raises an error.
+    """Replaces a Linear of a model by a head in parts; an error in the context undoes this.
 
     Args:
         model: The model.
-        path: The name of the Linear that gives its logits.
+        path: The name of the Linear that gives the model's logits.
         ranks: The number of parts.
 
     Raises:

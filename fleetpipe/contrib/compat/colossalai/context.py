@@ -102,11 +102,11 @@ class Config(dict[str, Any]):
 
 
 def _refuse_misspelt(names: Iterable[str], entries: Iterable[str], where: str) -> None:
-    """Raises ConfigError for a name that resembles an entry; other names are the program's own.
+    """Raises ConfigError for a name that resembles a valid entry, and so may be misspelt.
 
     Args:
         names: The names in a configuration.
-        entries: The entries that there are.
+        entries: The names of the valid entries.
         where: What the names are in, for the message.
     """
     for name in names:
@@ -118,7 +118,7 @@ def _refuse_misspelt(names: Iterable[str], entries: Iterable[str], where: str) -
 
 
 class ParallelMode(enum.Enum):
-    """The kinds of groups that a rank is in."""
+    """The kinds of groups to which a rank belongs."""
 
     GLOBAL = "global"
     DATA = "data"
@@ -126,9 +126,9 @@ class ParallelMode(enum.Enum):
 
 
 class GlobalContext:
-    """Tells a program its configuration and this process's ranks; ``gpc`` is the only object.
+    """Gives a program its configuration and this process's ranks; ``gpc`` is the only object.
 
-    A process that plays all ranks of a pipeline is its first rank and its last.
+    A process that runs all ranks of a pipeline is both the first rank and the last.
     """
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ class GlobalContext:
         return sizes.get(mode, degrees.dp * degrees.pp)
 
     def get_local_rank(self, mode: ParallelMode) -> int:
-        """Returns this process's rank in its group of a kind; 0 if it plays all ranks.
+        """Returns this process's rank in its group of a kind; 0 if it runs all ranks.
 
         Raises:
             StateError: The program was not launched.
@@ -196,7 +196,7 @@ class GlobalContext:
         return self.get_local_rank(mode) == 0
 
     def is_last_rank(self, mode: ParallelMode) -> bool:
-        """Returns whether this process is the last of its group of a kind, or plays the last."""
+        """Returns whether this process is the last of its group of a kind, or runs all ranks."""
         played = self._require_job().local and mode is not ParallelMode.DATA
         return played or self.get_local_rank(mode) == self.get_world_size(mode) - 1
 
@@ -233,14 +233,15 @@ def launch_from_torch(
     """Begins the job. Collective over all processes that the launcher started.
 
     Ranks and addresses are those of ``paddle.distributed.launch`` (``fleetpipe run --nproc``); a
-    process that nobody launched plays all ranks of the pipeline itself. All processes that the
+    process that no launcher started runs all ranks of the pipeline itself. All processes that the
     pipeline does not need are its replicas.
 
     Args:
         config: A mapping, or the path of a Python file that assigns ``NUM_MICRO_BATCHES`` (the
             number of micro-batches of a batch), ``parallel = dict(pipeline=2)``, and if wanted
             ``NUM_CHUNKS`` and ``SCHEDULE`` (a schedule of fleetpipe by name). ``TENSOR_SHAPE`` has
-            no effect: messages tell their shapes. ``gpc.config`` has these and all other entries.
+            no effect: messages contain their shapes. ``gpc.config`` has these and all other
+            entries.
         backend: Accepted without effect.
         seed: Seeds Python's, NumPy's and Paddle's generators.
         verbose: Whether rank 0 logs how many ranks and replicas there are.
@@ -315,7 +316,7 @@ def initialize(
 
 
 class RecordedLoss(paddle.nn.Layer):
-    """The user's loss, which records outputs and labels while :meth:`recording` is open.
+    """The user's loss, which records outputs and labels within :meth:`recording`.
 
     Attributes:
         criterion: The user's loss.
@@ -328,7 +329,7 @@ class RecordedLoss(paddle.nn.Layer):
 
     @contextmanager
     def recording(self) -> Iterator[list[tuple[Nest, Nest]]]:
-        """While it is open, appends the output and label of each micro-batch to the list."""
+        """In this context, each micro-batch's output and label are appended to the yielded list."""
         recorded: list[tuple[Nest, Nest]] = []
         self._recorded = recorded
         try:
@@ -344,7 +345,7 @@ class RecordedLoss(paddle.nn.Layer):
 
 
 class Engine:
-    """Runs batches; ``initialize`` returns it.
+    """Runs batches of a pipeline; ``initialize`` returns it.
 
     Attributes:
         model: The wrapped model.
@@ -475,7 +476,7 @@ class Engine:
             exact: Whether the number of micro-batches must divide the rows.
 
         Raises:
-            ConfigError: It must, and does not.
+            ConfigError: ``exact`` is True, and the number does not divide the rows.
         """
         count = self.model.accumulate_steps
         rows = next((t.shape[0] for t in tensors_of(batch) if t.ndim), 0)

@@ -74,7 +74,7 @@ class MultiTimer:
         """Begins without any timers.
 
         Args:
-            on: False makes all calls do nothing.
+            on: Whether times are measured; if False, all calls do nothing.
         """
         self._on = on
         self._timers: dict[str, Timer] = {}
@@ -166,7 +166,7 @@ def build_cifar(
         root: The file ``cifar-10-python.tar.gz``, or its folder. Nothing is downloaded.
         padding: Black pixels at each side of a training image, before it is cropped.
         crop: Size of the random part that is cut out; None for the whole image.
-        resize: Size that the test images are scaled to; None leaves them.
+        resize: Size to which test images are scaled; None leaves them.
         num_workers: Processes that read.
 
     Raises:
@@ -202,9 +202,10 @@ class Images(paddle.io.Dataset):  # type: ignore[type-arg, unused-ignore]  # 2.6
 
         Args:
             images: A dataset of PIL's images and labels.
-            padding: See :func:`build_cifar`.
-            crop: See :func:`build_cifar`; half of the cropped images are mirrored.
-            resize: See :func:`build_cifar`.
+            padding: Black pixels at each side of an image, before it is cropped.
+            crop: Size of the random part that is cut out; half of these parts are mirrored. None
+                for the whole image.
+            resize: Size to which images are scaled; None leaves them.
         """
         self._images = images
         self._padding, self._crop, self._size = padding, crop, resize

@@ -47,7 +47,7 @@ def require_number(
     """Returns a value that must be an int of at least ``least``.
 
     Args:
-        name: The name of the value, for messages, as are the arguments from ``rule`` on.
+        name: The name of the value, for error messages, like the arguments from ``rule`` on.
         value: The value.
         least: The least number that is allowed.
         rule: What the value must be.
@@ -55,8 +55,8 @@ def require_number(
         where: What the value belongs to.
 
     Raises:
-        UsageError: It is no int. This error is a TypeError, as MindSpore's is.
-        ConfigError: It is less.
+        UsageError: The value is no int. The error is a TypeError, like MindSpore's.
+        ConfigError: The value is less than ``least``.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         got = f"{value!r} of type {type(value).__name__}"
@@ -165,7 +165,7 @@ _options = Options()
 
 
 def set_auto_parallel_context(**options: Any) -> None:
-    """Sets some options; the others stay as they are.
+    """Sets the given options; others are unchanged.
 
     Args:
         options: Attributes of :class:`Options`, by name.
@@ -174,7 +174,8 @@ def set_auto_parallel_context(**options: Any) -> None:
         ConfigError: There is no such option, or it has a value that cannot be used.
         UsageError: ``pipeline_stages`` is no int.
         StateError: ``pipeline_stages`` changes while a job runs.
-        PipelineTimeout: This begins the job of an earlier ``init()``, and some rank did not arrive.
+        PipelineTimeout: The call begins the job of an earlier ``init()``, and some rank did not
+            arrive.
     """
     global _options
     _require_names("set_auto_parallel_context", options, OPTIONS)
@@ -230,8 +231,8 @@ def options() -> Options:
 def init(backend_name: str | None = None) -> None:
     """Begins the job of ``pipeline_stages``. Collective over all processes of the launcher.
 
-    If no option makes the job parallel yet, it begins with the option that does. Functions that
-    need a job begin it themselves; call this if the data is sharded before that.
+    If no option makes the job parallel yet, the job begins when an option does. Functions that need
+    a job begin it themselves; call this if the data is sharded before that.
 
     Args:
         backend_name: Accepted without effect.

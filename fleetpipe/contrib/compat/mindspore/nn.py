@@ -22,7 +22,7 @@ _STAGES_ATTRIBUTE = "pipeline_stages"
 
 
 class Cell(paddle.nn.Layer):
-    """A Layer with MindSpore's names."""
+    """A Layer whose methods have MindSpore's names."""
 
     def forward(self, *inputs: Nest, **named: Nest) -> Nest:
         """Calls ``construct``."""
@@ -70,8 +70,8 @@ def Momentum(
     Args:
         params: The parameters to update, such as from :func:`infer_param_pipeline_stage`.
         learning_rate: A rate, or a scheduler of Paddle's.
-        momentum: The share of the last step in the next one.
-        weight_decay: The share of a parameter that is added to its gradient.
+        momentum: The fraction of the last step that the next one includes.
+        weight_decay: The fraction of a parameter that is added to its gradient.
         use_nesterov: Whether Nesterov's momentum is used.
     """
     return paddle.optimizer.Momentum(
@@ -145,7 +145,7 @@ class PipelineCell(Cell):
         self.micro_size = micro_size
 
     def construct(self, data: Tensor, label: Tensor) -> Tensor:
-        """Returns the sum of the losses of the micro-batches, one after another in one process.
+        """Runs the micro-batches one after another in one process; returns the sum of the losses.
 
         Raises:
             ConfigError: ``micro_size`` does not divide the rows.
@@ -173,7 +173,7 @@ def rows_of_micro_batch(rows: int, micro_size: int) -> int:
 
 
 def add_pipeline_stage(parameter: Tensor, stage: int) -> None:
-    """Declares that a parameter is used in another stage too, besides its sublayer's.
+    """Declares that a parameter is used in ``stage`` too, besides the stage of its sublayer.
 
     ``parameter.add_pipeline_stage(stage)`` does the same. A parameter that two sublayers share,
     each with a stage, needs no such call.
@@ -195,7 +195,7 @@ give_parameters_a_method("add_pipeline_stage", add_pipeline_stage)
 
 
 def infer_param_pipeline_stage(network: Layer) -> list[Tensor]:
-    """Returns the parameters that this process's stage trains, or all stages if it plays all.
+    """Returns the parameters that this process's stages train.
 
     If no job runs, it begins here, which is collective.
 
@@ -204,7 +204,7 @@ def infer_param_pipeline_stage(network: Layer) -> list[Tensor]:
 
     Raises:
         ConfigError: A stage is not below ``pipeline_stages``, or the options fit no job.
-        StateError: A parameter has no stage; the message names all of these.
+        StateError: Parameters have no stage; the message names all of them.
         UsageError: A stage is no int.
         PipelineTimeout: Some rank did not arrive within the limit.
     """
@@ -242,7 +242,7 @@ def stages_of_parameters(network: Layer) -> list[tuple[str, Tensor, frozenset[in
     If one sublayer with a stage contains another, the stage of the inner one counts.
 
     Returns:
-        The name, the tensor and the stages of each; no stages if none was declared.
+        The name, the tensor and the stages of each parameter; no stages if none was declared.
     """
     declared: dict[int, set[int]] = {}
     stages = stages_of_layers(network)

@@ -66,7 +66,7 @@ def format_figure(value: float) -> str:
 
 
 def format_column(values: Sequence[float]) -> list[str]:
-    """Formats figures with equally many decimals, unless small ones would lose their digits."""
+    """Formats figures with equally many decimals, unless small figures would lose digits."""
     sizes = [abs(value) for value in values if value and math.isfinite(value)]
     if not sizes or max(sizes) >= 1e9 or min(sizes) < max(sizes) / 1e4 or max(sizes) < 1e-3:
         return [format_figure(value) for value in values]
@@ -131,7 +131,7 @@ class Curve(NamedTuple):
 def thin_out(series: Series) -> Series:
     """Returns a series with about ``MOST_POINTS`` of its points at most.
 
-    Of each stretch of steps the least and the most value stay, and the first NaN or infinity.
+    In each stretch of steps the least, the largest and the first NaN or infinite value stay.
     """
     count = len(series.steps)
     if count <= MOST_POINTS:
@@ -158,7 +158,7 @@ class Chart(NamedTuple):
     Attributes:
         title: The name of the figures.
         unit: The unit of the figures.
-        curves: At least one, each with at least one point.
+        curves: At least one curve, each with at least one point.
         marks: Steps at which the run continued after a stop.
     """
 
@@ -198,7 +198,7 @@ def learning_charts(runs: Mapping[str, RunRecord]) -> list[Chart]:
 
 
 def machine_charts(runs: Mapping[str, RunRecord]) -> list[Chart]:
-    """Returns the charts of throughput, bubble, times and shares; of a single run by rank too."""
+    """Returns charts of throughput, bubble, times and shares; for a single run also by rank."""
     charts = list(_charts_of_figures(runs, [*_MACHINE]))
     if len(runs) == 1:
         charts += chain.from_iterable(map(_charts_by_rank, runs.values()))
@@ -227,7 +227,7 @@ def _charts_of_figures(runs: Mapping[str, RunRecord], names: Sequence[str]) -> I
 
 
 def mean_window(count: int) -> int:
-    """Returns the length of the running mean of a curve of so many points; 1 for a few points."""
+    """Returns the length of a running mean for a curve of ``count`` points; 1 for few points."""
     points = min(count, MOST_POINTS)
     return max(5, points // _WINDOWS) if points >= _SMOOTH_FROM else 1
 
@@ -264,8 +264,7 @@ class Track(NamedTuple):
 
     Attributes:
         panel: The events, and where their boxes are.
-        shapes: The outlines of boxes that look alike, as paths of an SVG, by kind, opacity and the
-            text under the pointer.
+        shapes: SVG paths of boxes that look alike, by kind, opacity and tooltip text.
         numbered: The boxes that have room for the number of their micro-batch.
     """
 
@@ -282,8 +281,8 @@ class Drawing(NamedTuple):
         end: When the last box ends.
         pixels: The least width in pixels.
         kinds: The kinds of actions drawn, each with its text in the legend.
-        shaded: Whether some boxes are paler, as of a later stage.
-        marks: Labels of the axis of time, each with its share of the width in percent.
+        shaded: Whether some boxes are paler, which marks a later stage of a rank.
+        marks: Labels of the axis of time, each with its position in percent of the width.
         unit: The unit of the labels; empty if the times are costs of 1.
     """
 
@@ -321,7 +320,7 @@ def lay_out_timelines(panels: Sequence[Panel], most_boxes: int = _MOST_BOXES) ->
 
     Args:
         panels: One or more, of as many ranks each.
-        most_boxes: A timeline with more boxes joins those of one colour to one shape.
+        most_boxes: In a timeline with more boxes, those of one colour are joined to one shape.
     """
     bars = [bar for panel in panels for bar in panel.bars]
     end = max((bar.right for bar in bars), default=1.0) or 1.0
@@ -370,8 +369,8 @@ def _outlines_by_look(
     Args:
         panel: The timeline.
         width: The width of a unit of time, in the unit of the SVG.
-        joined: Whether the text is empty, so that there is one shape of each colour; otherwise
-            the text is the action with its rank and its duration.
+        joined: Whether to leave the text empty, so that there is one shape for each colour;
+            otherwise the text is the action with its rank and its duration.
     """
     texts = (
         f"{name} on rank {event.rank}: {format_duration(event.end - event.start)}"

@@ -48,7 +48,7 @@ class Column(NamedTuple):
     """A column of a table.
 
     Attributes:
-        name: Its heading.
+        name: The heading of the column.
         cells: The texts, or values for which the template has markup; an empty one is left blank.
         number: Whether the cells are numbers, which are right-aligned.
     """
@@ -206,7 +206,7 @@ def render(name: str, now: float, **values: object) -> str:
     """Returns a page as an HTML text that loads no other file.
 
     Args:
-        name: Its template.
+        name: The name of the page's template.
         now: The date of the page, in seconds since 1970.
         values: What the template shows.
     """
@@ -253,7 +253,7 @@ def page(run: RunRecord, now: float | None = None, live: bool = False) -> str:
 
 
 def _answers_from_files(run: RunRecord) -> list[Answer]:
-    """Returns what only the files of a run tell: metrics, elapsed time, bubble and hash."""
+    """Returns the answers that need the files of a run: metrics, elapsed time, bubble and hash."""
     answers = []
     for name in drawing.metric_names(run):
         phases = {EVALUATED + name: " in the evaluation", name: ""}

@@ -183,7 +183,7 @@ class Server:
             return _refusal(503, str(error))
 
     def _cached_text(self, path: str) -> bytes:
-        """Returns the text at a path, which is made again if it is older than ``PERIOD``."""
+        """Returns the text at a path of the URL, made again if it is older than ``PERIOD``."""
         made, body = self._texts.get(path, (-PERIOD, b""))
         if time.monotonic() - made < PERIOD:
             return body

@@ -9,16 +9,16 @@ from fleetpipe.paddle_api import paddle
 
 
 class LinearWarmupLR(paddle.optimizer.lr.LinearWarmup):
-    """Rises in equal steps to the optimizer's rate, then falls in equal steps to 0.
+    """A learning rate that rises in equal steps to the optimizer's, then falls in equal steps to 0.
 
-    With T steps, w of them to warm up, and a rate r it is r (e + 1) / (w + 1) in step e < w, and r
-    (T - e) / (T - w) from there on. The program steps it, usually once per epoch.
+    With T steps, w of them to warm up, and a peak r, the rate is r (e + 1) / (w + 1) in step e < w,
+    and r (T - e) / (T - w) from there on. The program steps it, usually once per epoch.
     """
 
     def __init__(
         self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1
     ) -> None:
-        """Takes the rate of an optimizer, and replaces it there by this scheduler.
+        """Replaces the learning rate of an optimizer by this scheduler, whose peak it becomes.
 
         Args:
             optimizer: A Paddle optimizer with a number as its learning rate, not wrapped yet.

@@ -30,8 +30,8 @@ class LayerCall(NamedTuple):
     """The functions around the call of a layer.
 
     Attributes:
-        front: The functions that run before it.
-        behind: The functions that run after it.
+        front: The functions that run before the layer.
+        behind: The functions that run after the layer.
     """
 
     front: tuple[Callable[..., Any], ...] = ()
@@ -45,7 +45,7 @@ class LayerCall(NamedTuple):
 
 
 class SequenceStep(NamedTuple):
-    """A layer of an execution sequence: its name in the model, itself, and its call."""
+    """A layer of an execution sequence: its name in the model, the layer, and its call."""
 
     name: str
     layer: Layer
@@ -57,7 +57,7 @@ class ExecutionSequence(NamedTuple):
 
     Attributes:
         steps: The layers.
-        splits: Number of layers before each SPLIT_NODE.
+        splits: For each SPLIT_NODE, the number of layers before it.
     """
 
     steps: tuple[SequenceStep, ...]
@@ -117,7 +117,7 @@ def read_sequence(model: Layer, exec_seq: Iterable[object] | None) -> ExecutionS
 
 
 def _children_names(model: Layer) -> list[str]:
-    """Returns the names of the children, and of those in LayerLists and Sequentials."""
+    """Returns the children's names; LayerLists and Sequentials are replaced by their children's."""
     names = []
     for name, child in model.named_children():
         inner = child.named_children() if isinstance(child, _CONTAINERS) else ()
@@ -148,11 +148,11 @@ def _require_sublayer(model: Layer, path: str) -> Layer:
 
 
 def _require_function(function: object, side: object) -> None:
-    """Raises ConfigError for what is no function beside a layer of an execution sequence.
+    """Raises ConfigError unless an item of an execution sequence is a function with a side.
 
     Args:
         function: The function.
-        side: ``"front"`` of the next layer, or ``"behind"`` the one before.
+        side: Where it runs: ``"front"`` of the next layer, or ``"behind"`` the one before.
     """
     if side not in ("front", "behind") or not callable(function) or isinstance(function, type):
         raise ConfigError(
@@ -191,7 +191,7 @@ def _function_name(function: object) -> str:
 
 
 class LayerWithFunctions(paddle.nn.Layer):
-    """A layer of the model with the functions around it, as one layer of a ``PipelineLayer``."""
+    """A layer and the functions that run before and after it, as one layer of a pipeline."""
 
     def __init__(self, layer: Layer, call: LayerCall) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ class LazyTiedLayer(_descriptions.SharedLayerDesc):  # type: ignore[misc]
             name: The layer's name, unique among those of its class.
             layer: The layer.
             call: Calls the layer with the functions around it.
-            attributes: The weights that it shares with other layers.
+            attributes: The names of the weights that the layer shares with other layers.
         """
         super().__init__(key, type(layer), call, list(attributes), name)
         self._layer = layer
@@ -311,7 +311,7 @@ def _shared_parameters(first: SequenceStep, second: SequenceStep) -> list[str]:
     """Returns the names of the parameters that two layers share.
 
     Raises:
-        ConfigError: They share none, or one under different names.
+        ConfigError: The layers share none, or one under different names.
     """
     names = {id(tensor): name for name, tensor in first.layer.named_parameters()}
     shared = []
@@ -360,7 +360,7 @@ class PipelinableModel(PipelineLayer):
 
         Args:
             model: The whole model, made without memory.
-            steps: Its layers in the order of their execution.
+            steps: The model's layers in the order of their execution.
             bounds: The first layer of each stage, then the number of layers.
             ranks: Ranks of the pipeline.
             chunks: Chunks of each rank.
@@ -402,7 +402,7 @@ class PipelinableModel(PipelineLayer):
         return [name for name in keys if name not in state_dict], unknown
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Returns copies of all parameters and buffers of the model, with its keys, on every rank.
+        """Returns on every rank copies of all parameters and buffers, under the model's keys.
 
         Collective over the pipeline.
         """

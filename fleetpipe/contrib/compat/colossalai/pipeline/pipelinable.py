@@ -40,7 +40,7 @@ POLICIES = ("uniform", "balanced", "customized")
 def boundaries(
     policy: Policy, weights: Sequence[int], splits: Sequence[int], ranks: int, chunks: int
 ) -> list[int]:
-    """Cuts a list of layers; returns the first layer of each stage, then their number.
+    """Cuts a list of layers; returns the first layer of each stage, then the number of layers.
 
     Args:
         policy: ``"uniform"``: the list is cut into ``chunks`` pieces with equally many layers, and
@@ -77,7 +77,7 @@ def boundaries(
 
 
 def _cut_uniformly(count: int, ranks: int, chunks: int) -> list[int]:
-    """Returns the boundaries of policy "uniform" for ``count`` layers; see :func:`boundaries`."""
+    """Returns the first layer of each stage under policy "uniform", then ``count``, of layers."""
     if count % chunks:
         raise PartitionError(
             f"policy 'uniform' cannot cut {count} layers into {chunks} equal chunks",
@@ -120,7 +120,7 @@ def _boundaries_of_ranges(policy: Mapping[int, LayerRanges], ranks: int, chunks:
 
 
 class PipelinableContext:
-    """Builds a model without memory while it is open, and cuts it into stages afterwards.
+    """A context in which a model is built without memory; later it is cut into stages.
 
     :meth:`partition` gives values to the parameters of this process's stages only. Building the
     model changes no random state: all of them are restored at the end.
@@ -156,7 +156,7 @@ class PipelinableContext:
         self.policy = policy
 
     def __enter__(self) -> PipelinableContext:
-        """Lets layers that are built from here on have no memory, and records them."""
+        """Begins the context: layers that are built in it have no memory, and are recorded."""
         self._recorded = []
         with ExitStack() as entered:
             entered.enter_context(random_states_kept())
@@ -171,7 +171,7 @@ class PipelinableContext:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Ends this, and takes the model that was built, unless an error was raised.
+        """Ends the context, and stores the model that was built, unless an error was raised.
 
         Raises:
             ConfigError: More than one model was made, or none; or its constructor computes with
@@ -218,10 +218,10 @@ class PipelinableContext:
         Args:
             num_chunks: Chunks of each rank; with more than one 1F1B becomes Interleaved1F1B.
             pipeline_size: Ranks of the pipeline.
-            rank: This process's rank in it.
+            rank: This process's rank in the pipeline.
 
         Returns:
-            The stages of this process, or of all ranks if one process plays them all. Its
+            The stages of this process, or of all ranks if one process runs them all. Its
             ``parameters()`` are those that this process's optimizer trains. Layer i gets its
             initial values under the seed 1234 + i, whatever the cut and the rank.
 
@@ -246,7 +246,7 @@ class PipelinableContext:
 
 @contextmanager
 def _recording_layers(layers: list[weakref.ref[Layer]]) -> Iterator[None]:
-    """While it is open, appends a reference to each layer that is constructed to ``layers``."""
+    """In this context, a reference to each new layer is appended to ``layers``."""
     constructor: Any = paddle.nn.Layer.__init__
 
     @functools.wraps(constructor)
@@ -259,10 +259,10 @@ def _recording_layers(layers: list[weakref.ref[Layer]]) -> Iterator[None]:
 
 
 def _outermost_layer(layers: list[Layer]) -> Layer:
-    """Returns the layer that contains all others of a list; those without parameters do not count.
+    """Returns the layer that contains all others of a list; layers without parameters do not count.
 
     Raises:
-        ConfigError: There is no such layer, or several are in no other one.
+        ConfigError: There is no such layer, or several layers are in no other one.
     """
     inner = {id(sublayer) for layer in layers for sublayer in layer.sublayers()}
     outer = [layer for layer in layers if id(layer) not in inner and layer.state_dict()]
@@ -280,7 +280,7 @@ def _outermost_layer(layers: list[Layer]) -> Layer:
 
 
 def _require_configured(num_chunks: int) -> None:
-    """Raises ConfigError if NUM_CHUNKS is configured, and is another number than ``num_chunks``."""
+    """Raises ConfigError if NUM_CHUNKS is configured, and differs from ``num_chunks``."""
     configured = gpc.configured_chunks
     if configured not in (None, num_chunks):
         raise ConfigError(
@@ -292,7 +292,7 @@ def _require_configured(num_chunks: int) -> None:
 
 
 def _require_rank_of_process(rank: int, pipeline_size: int) -> None:
-    """Raises ConfigError if ``rank`` is none that this process is, or plays."""
+    """Raises ConfigError if this process neither is rank ``rank``, nor runs all ranks."""
     job = current_job()
     played: Sequence[int] = range(pipeline_size)
     if job is not None and not job.local and job.degrees.pp == pipeline_size:

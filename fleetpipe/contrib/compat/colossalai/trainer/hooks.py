@@ -36,7 +36,7 @@ class Trainer:
 
     Attributes:
         engine: The engine that is trained.
-        states: The values that hooks share: ``metrics``, by mode and name, and their own.
+        states: The values that hooks share: ``metrics``, by mode and name, and others.
         hooks: The hooks of the running ``fit``, in their order.
         cur_epoch: Epochs that have ended.
         cur_step: Batches that were trained.
@@ -52,7 +52,8 @@ class Trainer:
 
         Args:
             engine: The engine that ``initialize`` returned.
-            timer: Gets the times ``Train-step``, ``Train-epoch``, ``Test-step``, ``Test-epoch``.
+            timer: Receives the times ``Train-step``, ``Train-epoch``, ``Test-step``,
+                ``Test-epoch``.
             logger: Logs which hooks there are.
         """
         self.engine = engine
@@ -80,14 +81,14 @@ class Trainer:
                 has a length; all ranks of a pipeline read the same.
             epochs: Passes over the data.
             max_steps: The most batches in all epochs together.
-            test_dataloader: As ``train_dataloader``; it is evaluated after epochs 0,
+            test_dataloader: The data to evaluate, in the same form, after epochs 0,
                 ``test_interval``, twice that and so on.
             test_interval: Epochs from one evaluation to the next.
             hooks: Called in the order of their priorities.
             display_progress: Whether the first rank shows the progress.
 
         Raises:
-            UsageError: The data has no length, or one of the hooks is none.
+            UsageError: The data has no length, or an item of ``hooks`` is no hook.
             ConfigError: The engine has no optimizer, or the data does not fit.
             CheckpointError: A checkpoint does not fit.
         """
@@ -174,7 +175,7 @@ class Trainer:
 
 
 class BaseHook:
-    """Acts at events of a ``Trainer``; every hook runs on every rank.
+    """Its methods are called at events of a ``Trainer``; every hook runs on every rank.
 
     Attributes:
         priority: Hooks with a smaller number run first.
@@ -231,7 +232,7 @@ class BaseHook:
         """Called before a batch of an evaluation."""
 
     def after_test_iter(self, trainer: Trainer, output: Nest, label: Nest, loss: Tensor) -> None:
-        """Called after a batch of an evaluation, as :meth:`after_train_iter`."""
+        """Called after a batch of an evaluation, with the arguments of :meth:`after_train_iter`."""
 
 
 class TrainerHookCalls(paddle.callbacks.Callback):
@@ -425,7 +426,7 @@ class LossHook(BaseHook):
 
 
 class AccuracyHook(BaseHook):
-    """Measures the share of right outputs in an evaluation, over all replicas."""
+    """Measures the fraction of right outputs in an evaluation, over all replicas."""
 
     def __init__(self, accuracy_func: Callable[..., Any], priority: int = 0) -> None:
         """Sets the function that counts right rows.
@@ -482,7 +483,7 @@ class LRSchedulerHook(BaseHook):
         self.metric = Metric()
 
     def after_hook_is_attached(self, trainer: Trainer) -> None:
-        """Adds the learning rate to the trainer's metrics, if ``store_lr_in_state`` says so."""
+        """Adds the learning rate to the trainer's metrics, if ``store_lr_in_state`` is True."""
         self._measure_rate()
         if self.store_lr_in_state:
             trainer.add_metric("train", "LR", self.metric)
@@ -532,7 +533,7 @@ class LogMetricByEpochHook(BaseHook):
         self._log_epoch(trainer, "test")
 
     def _log_epoch(self, trainer: Trainer, mode: str) -> None:
-        """Logs a line with the metrics of a mode, "train" or "test", if the epoch's is due."""
+        """Logs a line with the metrics of a mode ("train" or "test"), if the interval is over."""
         if trainer.cur_epoch % self._interval == 0 and trainer.is_rank_to_log:
             values = trainer.states["metrics"][mode].items()
             shown = (f"{name} = {metric.get_accumulated_value():.5g}" for name, metric in values)
@@ -561,7 +562,7 @@ class SaveCheckpointHook(BaseHook):
             interval: Epochs from one checkpoint to the next, or batches.
             checkpoint_dir: A folder that every rank sees; None for the folder of ``fleetpipe
                 launch``, else ``checkpoints``.
-            model: Accepted without effect: the engine's is saved.
+            model: Accepted without effect: the engine's model is saved.
             save_by_iter: Whether ``interval`` is in batches.
             priority: See :class:`BaseHook`.
 

@@ -27,7 +27,7 @@ __all__ = ["Model", "callback"]
 
 
 class Model:
-    """A network with its optimizer."""
+    """Trains a network with its optimizer, with the methods of MindSpore's ``Model``."""
 
     def __init__(self, network: nn.PipelineCell, optimizer: Optimizer = None) -> None:
         """Takes a network and its optimizer.
@@ -149,7 +149,7 @@ class PeekedData:
 
     Attributes:
         dataset: The data.
-        first: Its first batch.
+        first: The first batch of the data.
     """
 
     def __init__(self, dataset: Iterable[Nest]) -> None:
@@ -183,7 +183,7 @@ class PeekedData:
 
 
 def _require_declared(captured: CapturedPipeline, network: Layer) -> None:
-    """Raises ConfigError if a stage uses a parameter that its optimizer would not train."""
+    """Raises ConfigError if a stage uses a parameter that was not declared for the stage."""
     for name, _, declared in nn.stages_of_parameters(network):
         used = captured.users[name]
         missing = sorted(set(used) - declared)
@@ -223,7 +223,7 @@ def save(captured: CapturedPipeline, schedule: Schedule, job: Job, folder: str) 
 
 
 def _node_lines(staged: StagedCapture, stage: int) -> Iterator[str]:
-    """Yields the nodes of a stage, each followed by its parameters with their shapes."""
+    """Yields a line for each node of a stage, followed by lines for the node's parameters."""
     for node in staged.nodes(stage):
         yield f"{node.name}  {node.location}"
         if node.is_layer:
