@@ -285,7 +285,7 @@ def _read_arrays(path: str, prefix: str, pipeline: StaticPipeline) -> dict[str, 
             f"process, {prefix}.pdparams and .pdopt",
             fix="save and load on as many ranks, with the same path on each",
         )
-    return fleet_files.load_arrays(path)
+    return fleet_files.arrays(path)
 
 
 def save_inference_model(

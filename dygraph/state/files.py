@@ -154,7 +154,7 @@ def load(
     for layer_file, layer in layers.items():
         files = _files_of(layer_file, names, folder)
         file = files[mp_rank * len(files) // mp_size]
-        read = fleet_files.load_mapped if isinstance(layer, LayerInParts) else fleet_files.load
+        read = fleet_files.mapped if isinstance(layer, LayerInParts) else fleet_files.load
         states[layer_file] = read(saved.path(file))
         _require_fit(layer_file, layer, states[layer_file], file)
         saved.require(file)

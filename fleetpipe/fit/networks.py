@@ -256,7 +256,7 @@ def load_optimizer_state(path: str, pipeline: PipelineParallel, optimizer: Optim
     file, state_file = _files_of(path)
     if not state_file.exists():
         return
-    contents = fleet_files.load_arrays(state_file)
+    contents = fleet_files.arrays(state_file)
     part = OptimizerState(optimizer, NamedTensors(pipeline.layers.state.checkpoint_part()))
     base = unwrap(optimizer)
     names = _full_names_by_counted(file, pipeline.layers)

@@ -6,13 +6,13 @@ file belongs to.
 """
 
 from fleetpipe.fleet_files.states import (
+    arrays,
     counted_names,
     load,
-    load_arrays,
-    load_mapped,
-    load_record,
+    mapped,
+    record,
     save,
     save_all,
 )
 
-__all__ = ["counted_names", "load", "load_arrays", "load_mapped", "load_record", "save", "save_all"]
+__all__ = ["arrays", "counted_names", "load", "mapped", "record", "save", "save_all"]

@@ -81,11 +81,11 @@ def load(path: str | os.PathLike[str]) -> dict[str, Nest]:
     Raises:
         CheckpointError: The file is missing, unreadable, or holds something else.
     """
-    contents: dict[str, Nest] = _with_tensors(load_arrays(path), {})
+    contents: dict[str, Nest] = _with_tensors(arrays(path), {})
     return contents
 
 
-def load_arrays(path: str | os.PathLike[str]) -> dict[str, Nest]:
+def arrays(path: str | os.PathLike[str]) -> dict[str, Nest]:
     """Reads a file as :func:`load` does, with arrays in place of tensors; bfloat16 as uint16.
 
     Raises:
@@ -105,8 +105,8 @@ def counted_names(path: str | os.PathLike[str]) -> list[tuple[str, str]]:
     return [*_read_guarded(path, _pickled_dict)[1].items()]
 
 
-def load_mapped(path: str | os.PathLike[str]) -> dict[str, Nest]:
-    """Reads a file as :func:`load_arrays` does, but large arrays are memory-mapped.
+def mapped(path: str | os.PathLike[str]) -> dict[str, Nest]:
+    """Reads a file as :func:`arrays` does, but large arrays are memory-mapped.
 
     Their values are read when they are used.
 
@@ -123,7 +123,7 @@ def load_mapped(path: str | os.PathLike[str]) -> dict[str, Nest]:
     }
 
 
-def load_record(path: str | os.PathLike[str], kinds: Collection[str]) -> pickled.PickledObject:
+def record(path: str | os.PathLike[str], kinds: Collection[str]) -> pickled.PickledObject:
     """Reads a single object that ``paddle.save`` wrote, without importing its class.
 
     Args:

@@ -86,7 +86,7 @@ def test_what_paddle_saved_is_what_paddle_loads(path: Path, protocol: int) -> No
         if not swapped:
             assert_equal(fleet_files.load(path), expected)
             continue
-        for name, array in fleet_files.load_arrays(path).items():
+        for name, array in fleet_files.arrays(path).items():
             np.testing.assert_array_equal(array, state[name])
 
 
@@ -96,8 +96,8 @@ def test_tensors_that_paddle_divided_are_put_together(path: Path) -> None:
     about = {"w": {"OriginShape": (2, 3), "slices": list(parts)}}
     contents = {**parts, "UnpackBigParamInfor@@": about, "StructuredToParameterName@@": {"w": "p"}}
     path.write_bytes(pickle.dumps(contents, protocol=2))
-    assert list(fleet_files.load_arrays(path)) == ["w"]
-    np.testing.assert_array_equal(fleet_files.load_arrays(path)["w"], whole)
+    assert list(fleet_files.arrays(path)) == ["w"]
+    np.testing.assert_array_equal(fleet_files.arrays(path)["w"], whole)
 
 
 def test_a_static_tensor_comes_without_eval(path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_static_tensor_comes_without_eval(path: Path) -> None:
             return eval, ("data", {"data": np.arange(3)})
 
     path.write_bytes(pickle.dumps({"w": Dense()}))
-    np.testing.assert_array_equal(fleet_files.load_arrays(path)["w"], np.arange(3))
+    np.testing.assert_array_equal(fleet_files.arrays(path)["w"], np.arange(3))
 
 
 class Calls:

@@ -205,7 +205,7 @@ def scheduler_in(folder: Path) -> Mapping[str, Any] | None:
         CheckpointError: The file is damaged.
     """
     path = folder / SCHEDULER
-    return as_json(fleet_files.load_arrays(path), SCHEDULER) if path.is_file() else None
+    return as_json(fleet_files.arrays(path), SCHEDULER) if path.is_file() else None
 
 
 def write_scheduler_and_files(state: Checkpoint, folder: Path) -> None:

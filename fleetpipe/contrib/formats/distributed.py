@@ -302,7 +302,7 @@ class _ShardedFolder:
             )
         self._folder, (self._path,) = folder, metadata_files
         self._files: dict[Path, Mapping[str, LazyTensor]] = {}
-        metadata = fleet_files.load_record(self._path, RECORDS).fields
+        metadata = fleet_files.record(self._path, RECORDS).fields
         try:
             self._described: dict[str, list[PickledObject]] = metadata["state_dict_metadata"]
             self._file_of_part = {
@@ -399,7 +399,7 @@ def _read_tensors(path: Path) -> Mapping[str, LazyTensor]:
     if path.suffix == ".safetensors" and path.is_file():
         layout = tensors.read_layout(path)
         return {name: lazy_stored_tensor(path, stored) for name, stored in layout.tensors.items()}
-    return {name: lazy_array(path, array) for name, array in fleet_files.load_mapped(path).items()}
+    return {name: lazy_array(path, array) for name, array in fleet_files.mapped(path).items()}
 
 
 def write_folder(state: Checkpoint, folder: Path) -> None:
@@ -415,8 +415,7 @@ def write_formers(state: Checkpoint, folder: Path) -> None:
     for group, name in FOLDERS.items():
         (folder / name).mkdir()
         of_group = {
-            _distributed_name(TensorName(group, n)): tensor
-            for n, tensor in state.of(group).items()
+            _distributed_name(TensorName(group, n)): tensor for n, tensor in state.of(group).items()
         }
         _write_shards(of_group, folder / name)
     write_scheduler_and_files(state, folder)

@@ -76,7 +76,7 @@ def read_layer_files(folder: Path) -> Checkpoint:
                 "then save with a CheckpointManager",
             )
         saved.require(path.name)
-        for name, array in fleet_files.load_mapped(path).items():
+        for name, array in fleet_files.mapped(path).items():
             full = TensorName(MODEL, f"{number}.{name}")
             if full in contents:
                 raise CheckpointError(
@@ -127,7 +127,7 @@ def read_state_dict(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: The file cannot be read, or has values that are no tensors.
     """
-    contents = fleet_files.load_mapped(path)
+    contents = fleet_files.mapped(path)
     foreign = [str(name) for name, value in contents.items() if not isinstance(value, np.ndarray)]
     if foreign:
         raise CheckpointError(

@@ -17,7 +17,7 @@ from paddle import nn
 
 from fleetpipe import fleet, static
 from fleetpipe.errors import CheckpointError, ConfigError
-from fleetpipe.fleet_files import load_arrays
+from fleetpipe.fleet_files import arrays
 from fleetpipe.paddle_api.static import program_classes, static_io
 from fleetpipe.static import full_state_dict, pipeline_programs, state_dict
 from fleetpipe.static.entry import patches
@@ -79,7 +79,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         train(exe, loss, batches(1))
         expected = static.full_state_dict()
         for file in (path, path.with_suffix(".pdopt")):
-            content, whole = file.read_bytes(), load_arrays(file)
+            content, whole = file.read_bytes(), arrays(file)
             name = next(name for name in sorted(whole, reverse=True) if whole[name].ndim == 2)
             other = pickle.dumps({**whole, name: whole[name].astype("float64")})
             for damaged, words in [
