@@ -213,7 +213,8 @@ def _add_missing(inputs: Nest, example: Nest) -> Nest:
     ``example`` is the item at the same index or key of the inputs that the model was captured with.
     ``inputs`` may be None, if the batch leaves the item out.
 
-    Raises: CaptureError: As for :func:`add_plain_values`.
+    Raises:
+        CaptureError: As for :func:`add_plain_values`.
     """
     if isinstance(example, PLAIN):
         return example if inputs is None else inputs
