@@ -50,10 +50,10 @@ def restore(ranks: Ranks, retention: Retention, step: int | str, objects: Object
     """
     activity = f"restoring step {step!r}"
 
-    def choose() -> str:
+    def name_of_step_folder() -> str:
         return retention.step_folder(step).name if ranks.rank == 0 else ""
 
-    folder = retention.run_directory / ranks.together(activity, choose)[0]
+    folder = retention.run_directory / ranks.together(activity, name_of_step_folder)[0]
     return restore_from(ranks, activity, lambda: (StepReader(folder), objects))
 
 

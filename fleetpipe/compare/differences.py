@@ -200,7 +200,7 @@ def zeros_for_missing(
 def largest_gap(one: Tensor | None, other: Tensor | None) -> float:
     """Returns the largest absolute difference of two tensors.
 
-    It is infinite if shapes or dtypes differ, or if a number is finite in only one of them.
+    The result is infinite if shapes or dtypes differ, or if a number is finite in only one tensor.
     """
     difference = compare("", "", 0, one, other)
     return 0.0 if difference is None else difference.absolute

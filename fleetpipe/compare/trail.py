@@ -108,7 +108,7 @@ class Summary(NamedTuple):
     def distance(self, other: Summary) -> float:
         """Returns the largest difference of two summaries, relative to their largest number.
 
-        It is 0 for equal digests, and infinite if kinds differ or there are no numbers.
+        The result is 0 for equal digests, and infinite if kinds differ or there are no numbers.
         """
         if self[:2] == other[:2]:
             return 0.0
@@ -311,7 +311,7 @@ def _summaries_of_ranks(events: Sequence[CallRecord], field_name: str) -> dict[s
 def _largest_distance(expected: Sequence[Summary], got: Sequence[Summary]) -> float:
     """Returns the largest distance from a summary of one run to the nearest of the other run.
 
-    It is infinite if one run has no summary.
+    The result is infinite if one run has no summary.
     """
     if not expected or not got:
         return math.inf
@@ -363,26 +363,26 @@ class Changes(NamedTuple):
     def applied(self) -> AbstractContextManager[None]:
         """Returns a context in which the strategies that the script passes have these changes."""
 
-        def change(strategy: Any) -> Any:
+        def change_strategy(strategy: Any) -> Any:
             if self.degrees:
                 strategy.hybrid_configs = {f"{axis}_degree": n for axis, n in self.degrees.items()}
             if self.schedule is not None:
                 strategy.pipeline_configs = {"schedule_mode": self.schedule}
             return strategy
 
-        return strategies_changed(change)
+        return strategies_changed(change_strategy)
 
 
 def strategies_changed(change: Callable[[Any], Any]) -> AbstractContextManager[None]:
     """Returns a context in which ``fleet.init`` gets ``change(strategy)``, not the script's own."""
 
-    def init(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    def init_changed(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         passed = inspect.signature(original).bind(*arguments, **named).arguments
         strategy = passed.get("strategy")
         passed["strategy"] = change(fleet.DistributedStrategy() if strategy is None else strategy)
         return original(**passed)
 
-    return wrapping((fleet, "init", init))
+    return wrapping((fleet, "init", init_changed))
 
 
 def wrapping(*wrappers: tuple[Any, str, Callable[..., Any]]) -> AbstractContextManager[None]:
@@ -395,10 +395,10 @@ def wrapping(*wrappers: tuple[Any, str, Callable[..., Any]]) -> AbstractContextM
 
     def wrap(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def call(*arguments: Any, **named: Any) -> Any:
+        def call_wrapper(*arguments: Any, **named: Any) -> Any:
             return wrapper(original, *arguments, **named)
 
-        return call
+        return call_wrapper
 
     return replaced(
         *((owner, name, wrap(getattr(owner, name), wrapper)) for owner, name, wrapper in wrappers)

@@ -137,7 +137,7 @@ class Loop:
         saver: PipelineCheckpoint | None,
         accumulate: int,
     ) -> Logs:
-        """Trains on the rest of an epoch, and returns its logs; see :meth:`train`."""
+        """Trains on the rest of an epoch for :meth:`train`; returns the logs of the epoch."""
         self._model.mode = "train"
         self._loss_sum = self._weights = 0.0
         pending: list[tuple[int, Rows]] = []

@@ -68,20 +68,22 @@ class RowCut(NamedTuple):
         return [Fraction(rows, sum(self.rows)) for rows in self.rows]
 
 
-def batch_from_item(item: Nest, inputs: int, replica: int, replicas: int, left: int | None) -> Rows:
+def batch_from_item(
+    item: Nest, inputs: int, replica: int, replicas: int, rows_left: int | None
+) -> Rows:
     """Returns one item of a loader as a batch of this replica.
 
     Args:
-        item: Tensors or arrays, its columns, in any nest of lists, tuples and dicts; inputs first,
+        item: The columns, tensors or arrays, in any nest of lists, tuples and dicts; inputs first,
             then labels. Entries of a dict are read in the order of their keys, as in
             ``paddle.Model``.
         inputs: How many of the columns are inputs; the others are labels.
         replica: The index of this replica.
         replicas: The number of replicas. Each has an item of this size; the dataset has the items'
             rows in the order of the replicas.
-        left: How many rows of the dataset are left for this and later batches of all replicas
-            together: if they are fewer than this batch has, its last rows repeat others and do not
-            count. None if that is unknown: every row counts then.
+        rows_left: How many rows of the dataset are left for this and later batches of all replicas
+            together: if these are fewer than the batch has, its last rows repeat others and do not
+            count. None if unknown: then every row counts.
 
     Raises:
         ConfigError: The item has fewer than ``inputs`` columns, or they differ in their number of
@@ -99,7 +101,7 @@ def batch_from_item(item: Nest, inputs: int, replica: int, replicas: int, left: 
             "..]) with one for each input",
         )
     rows: int = counts.pop()
-    everywhere = rows * replicas if left is None else min(left, rows * replicas)
+    everywhere = rows * replicas if rows_left is None else min(rows_left, rows * replicas)
     real = max(0, min(rows, everywhere - replica * rows))
     return Rows(columns[:inputs], columns[inputs:], rows, real, everywhere)
 

@@ -492,7 +492,7 @@ class Model(paddle.Model):
         return {"total_params": total, "trainable_params": trainable}
 
     def _batch_source(self, data: Nest, batch_size: int, **options: Any) -> BatchSource:
-        """Returns the source of batches for a user's data; see :func:`make_batch_source`."""
+        """Returns a source of batches for a user's data, made by :func:`make_batch_source`."""
         arguments.require_numbers(num_workers=options["workers"])
         pipeline = self.pipeline
         is_first = pipeline.is_pipeline_first_stage(ignore_virtual=True)

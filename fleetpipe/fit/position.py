@@ -87,7 +87,7 @@ class BatchSource:
             self.job.healing.counts = True
         positioned = bool(self.state_dict())
         dropped = 0 if positioned else taken
-        left = None if self.samples is None else self.samples - taken * self.together
+        rows_left = None if self.samples is None else self.samples - taken * self.together
         by_thread = getattr(self.loader, "num_workers", None) == 0
         with self.random_of_pass.states_at_begin(dropped, by_thread):
             items: Iterator[Nest] = iter(
@@ -99,7 +99,7 @@ class BatchSource:
         with closing_iterator(items):
             for number in count():
                 item = next(items, None)
-                rows = None if item is None else self._rows_of(item, left)
+                rows = None if item is None else self._rows_of(item, rows_left)
                 if not (positioned and self.steps):
                     rows = self._rows_of_all_replicas(rows, taken + number)
                 if rows is None and not (number or taken):
@@ -112,14 +112,14 @@ class BatchSource:
                     )
                 if rows is None:
                     return
-                if left is not None:
-                    left -= rows.everywhere
+                if rows_left is not None:
+                    rows_left -= rows.everywhere
                 yield rows
 
-    def _rows_of(self, item: Nest, left: int | None) -> Rows:
-        """Returns an item as a batch; ``left`` rows of the dataset are left, None if unknown."""
+    def _rows_of(self, item: Nest, rows_left: int | None) -> Rows:
+        """Returns an item as a batch; ``rows_left`` of the dataset are left, or None if unknown."""
         replicas, inputs = self.job.degrees.replicas, self.inputs if self.loads else 0
-        rows = batch_from_item(item, inputs, self.job.replica, replicas, left)
+        rows = batch_from_item(item, inputs, self.job.replica, replicas, rows_left)
         return rows if self.loads else rows._replace(inputs=(), labels=())
 
     def _begin_pass(self) -> None:

@@ -204,7 +204,7 @@ class EdgeWatch(BatchObserver):
         if not isinstance(op, Action):
             return instruction
 
-        def watch() -> Blocked | None:
+        def run_and_record() -> Blocked | None:
             if op.kind == "F":
                 blocked = instruction()
                 self._record_from_forward(op, played.values)
@@ -214,7 +214,7 @@ class EdgeWatch(BatchObserver):
             with backward_running():
                 return instruction()
 
-        return watch
+        return run_and_record
 
     def _record_from_forward(self, op: Action, values: Mapping[MessageKey, Value]) -> None:
         """Starts to record the gradients of the values that a forward sends."""

@@ -464,14 +464,14 @@ class _TooManyOperations(BaseException):
 class _OperationCounter(NodeFinder):
     """Counts the operations of a forward, and ends a forward that makes too many."""
 
-    def __init__(self, model: Layer, most: float) -> None:
+    def __init__(self, model: Layer, limit: float) -> None:
         super().__init__(model, Unopened())
-        self.count, self._most = 0, most
+        self.count, self._limit = 0, limit
 
     def operation(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Counts an operation, runs it, and returns its output."""
         self.count += 1
-        if self.count > self._most:
+        if self.count > self._limit:
             raise _TooManyOperations
         return super().operation(function, args, named)
 
@@ -482,19 +482,19 @@ class Trial:
     def __init__(self, model: Layer) -> None:
         """Stores the model. The first run sets how many operations later runs may make."""
         self._model = model
-        self._most = float("inf")
+        self._limit = float("inf")
 
     def accepts(self, inputs: Nest, training: bool = True) -> bool:
         """Returns whether the model runs on inputs, comes to an end, and returns finite numbers."""
         args, named = arguments_of(copy_tensors(inputs))
-        counter = _OperationCounter(self._model, self._most)
+        counter = _OperationCounter(self._model, self._limit)
         try:
             with undo_training(self._model), in_mode(self._model, training), intercepting(counter):
                 output = self._model(*args, **named)
         except (Exception, _TooManyOperations):
             # What the model itself refuses is nothing to compare.
             return False
-        self._most = min(self._most, _FACTOR * counter.count + _EXTRA)
+        self._limit = min(self._limit, _FACTOR * counter.count + _EXTRA)
         return all(
             bool(paddle.isfinite(tensor).all())
             for tensor in tensors_of(output)

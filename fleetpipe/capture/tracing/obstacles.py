@@ -238,8 +238,8 @@ class RunState:
     ) -> frozenset[str]:
         """Returns the names of the parameters and buffers that a node is about to use.
 
-        They are those of its layer and those among its inputs. It also notes which of them are used
-        through views.
+        These are the tensors of the node's layer, and those among its inputs. Uses through views
+        are recorded.
 
         Args:
             function: The layer or function that the node calls.

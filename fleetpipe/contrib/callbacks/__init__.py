@@ -269,7 +269,7 @@ class LossMonitor(rank_policy.Callback):
     def _hook_for(self, name: str) -> Any:
         """Returns the hook that looks for a NaN or Inf in each output of the layer ``name``."""
 
-        def note(_layer: Layer, _inputs: Nest, output: Nest) -> None:
+        def note_if_not_finite(_layer: Layer, _inputs: Nest, output: Nest) -> None:
             if self._first_not_finite is None and not all(
                 bool(paddle.isfinite(tensor).all())
                 for tensor in tensors_of(output)
@@ -278,4 +278,4 @@ class LossMonitor(rank_policy.Callback):
                 pipeline = self.model.pipeline
                 self._first_not_finite = [pipeline.micro_batch_id, pipeline.stage_id, name]
 
-        return note
+        return note_if_not_finite

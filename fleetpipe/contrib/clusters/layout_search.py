@@ -95,22 +95,22 @@ def search(job: TrainingJob, only: Mapping[str, tuple[Any, ...]], top: int = 10)
         if least is not None:
             bounds.append(_Bound(*least, layout))
     bounds.sort(key=lambda bound: (bound.seconds, bound.size))
-    most = job.cluster.memory
+    device_bytes = job.cluster.memory
     # Both lists are sorted: by seconds, and by bytes; at equal ones by the order of the bounds.
     best: list[tuple[float, int, StepEstimate]] = []
     lacking: list[tuple[float, int, JobLayout]] = []
     for number, (seconds, size, layout) in enumerate(bounds):
         if len(best) >= top and seconds > best[top - 1][0]:
             break
-        memory = job.memory(layout) if size <= _MOST_OVERFLOW * most else None
+        memory = job.memory(layout) if size <= _MOST_OVERFLOW * device_bytes else None
         peak = max(rank.total for rank in memory) if memory else 0.0
-        if peak > most:
+        if peak > device_bytes:
             insort(lacking, (peak, number, layout))
         elif memory is not None and (estimate := job.estimate(layout)):
             insort(best, (estimate.seconds, number, estimate))
     if not best:
         _require_divisors(job.cluster.ranks, only)
-        _raise_no_layout(most, bounds, lacking[0][0] if lacking else None)
+        _raise_no_layout(device_bytes, bounds, lacking[0][0] if lacking else None)
     fastest = tuple(estimate for _, _, estimate in best[:top])
     larger = (job.estimate(layout) for _, _, layout in lacking[:_MOST_LACKING])
     faster = next((e for e in larger if e is not None and e.seconds < fastest[0].seconds), None)
@@ -130,8 +130,10 @@ def _require_divisors(ranks: int, only: Mapping[str, tuple[Any, ...]]) -> None:
             )
 
 
-def _raise_no_layout(most: float, bounds: Sequence[_Bound], needed: float | None) -> NoReturn:
-    """Raises the error that no layout fits into ``most``, the bytes of a device.
+def _raise_no_layout(
+    device_bytes: float, bounds: Sequence[_Bound], needed: float | None
+) -> NoReturn:
+    """Raises the error that no layout fits into ``device_bytes``.
 
     ``bounds`` are those of all layouts; ``needed`` is the least bytes that a simulated layout
     needs, None if none was simulated.
@@ -140,7 +142,7 @@ def _raise_no_layout(most: float, bounds: Sequence[_Bound], needed: float | None
         needed = min((bound.size for bound in bounds), default=0.0)
     raise ConfigError(
         "no layout fits into the memory of a device" if bounds else "there is no layout",
-        expected=f"at most {show_bytes(most)}"
+        expected=f"at most {show_bytes(device_bytes)}"
         if bounds
         else "degrees that split the ranks, the model and the batch: it is a multiple of replicas"
         " times micro-batch",
@@ -194,9 +196,9 @@ def _schedules_with_chunks(names: tuple[str, ...], ranks: int) -> Iterator[tuple
             )
 
 
-def _powers_of_two(most: int) -> tuple[int, ...]:
-    """Returns the powers of two up to ``most``, from 1 on."""
-    return tuple(1 << power for power in range(most.bit_length()))
+def _powers_of_two(largest: int) -> tuple[int, ...]:
+    """Returns the powers of two up to ``largest``, from 1 on."""
+    return tuple(1 << power for power in range(largest.bit_length()))
 
 
 class ResourceLimit(NamedTuple):
@@ -223,24 +225,24 @@ def limits(job: TrainingJob, best: StepEstimate) -> tuple[ResourceLimit, ...]:
         best: The estimate of the layout whose limits are wanted.
     """
 
-    def seconds(changed: TrainingJob, layout: JobLayout = best.layout) -> float:
+    def step_seconds(changed: TrainingJob, layout: JobLayout = best.layout) -> float:
         estimate = changed.estimate(layout)
         return math.inf if estimate is None else estimate.seconds
 
     rows = []
     for resource, with_more in _RESOURCES.items():
         unlimited, more = (
-            seconds(replace(job, cluster=with_more(job.cluster, factor)))
+            step_seconds(replace(job, cluster=with_more(job.cluster, factor)))
             for factor in (_UNLIMITED, _MORE)
         )
         rows.append(ResourceLimit(resource, best.seconds - unlimited, best.seconds / more - 1))
     rows.sort(key=lambda row: -row.seconds)
-    longer = seconds(replace(job, batch=2 * job.batch))
+    longer = step_seconds(replace(job, batch=2 * job.batch))
     rows.append(ResourceLimit("waiting (bubble)", best.bubble, 2 * best.seconds / longer - 1))
     hosts = replace(job.cluster, hosts=2 * job.cluster.hosts)
     axis = "sharding" if best.layout.sharding > 1 else "data"
     wider = best.layout._replace(**{axis: 2 * getattr(best.layout, axis)})
-    gain = best.seconds / seconds(replace(job, cluster=hosts), wider) - 1
+    gain = best.seconds / step_seconds(replace(job, cluster=hosts), wider) - 1
     return (*rows, *([ResourceLimit("hosts", 0.0, gain)] if gain > -1 else []))
 
 

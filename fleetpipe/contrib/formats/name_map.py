@@ -79,13 +79,13 @@ def read_map(name: str, *, reverse: bool) -> NameMap:
     if not path.is_file():
         raise ConfigError(f"there is no map of names {name!r}", fix=nearest(name, built_in))
 
-    def parse(value: JsonValue) -> NameMap:
+    def parse_map(value: JsonValue) -> NameMap:
         value.require_names(("aoa_statements", "optional_statements"))
         optional = value.get("optional_statements")
         texts = value["aoa_statements"].texts()
         return NameMap(texts, () if optional is None else optional.texts(), reverse, str(path))
 
-    return read(path, _SOURCE, parse)
+    return read(path, _SOURCE, parse_map)
 
 
 def rename(state: Checkpoint, names: NameMap) -> Checkpoint:

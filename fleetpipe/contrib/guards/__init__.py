@@ -77,13 +77,13 @@ class Guards(BatchObserver):
         if not isinstance(op, Recv):
             return instruction
 
-        def receive() -> Blocked | None:
+        def receive_or_publish() -> Blocked | None:
             blocked = instruction()
             if blocked is not None and self._must_publish:
                 self._publish()
             return blocked
 
-        return receive
+        return receive_or_publish
 
     def computed(self) -> None:
         """Verifies a batch that has run, before its gradients are added up over ranks. Collective.

@@ -68,7 +68,7 @@ def connect_again(job: Job, now: Generation, store_moved: bool) -> None:
         PipelineTimeout: A rank did not come within the limit.
     """
 
-    def check() -> None:
+    def require_same_generation() -> None:
         later = attempt_files.current_generation()
         require_healing(later)
         if later.number != now.number:
@@ -79,10 +79,10 @@ def connect_again(job: Job, now: Generation, store_moved: bool) -> None:
     namespace = f"fleetpipe/0/generation/{now.number}"
     job.disconnect()
     if store_moved:
-        store = meeting.open_store_again(timeout, check)
+        store = meeting.open_store_again(timeout, require_same_generation)
     else:
         store = meeting.opened_store(timeout)
-    store.check, store.timeout = check, timeout
+    store.check, store.timeout = require_same_generation, timeout
     meeting.meet(store, f"{namespace}/here", timeout, "the healing of the job")
     watch, connections = connect_ranks(store, f"{namespace}/mesh", timeout)
     # The main thread may notice a failure late: it heals the job instead of ending it.
@@ -106,11 +106,11 @@ def killed_if_stuck(watch: Watch) -> Iterator[None]:
     """
     done = threading.Event()
 
-    def kill() -> None:
+    def kill_unless_done() -> None:
         if not done.wait(_STUCK_SECONDS):
             os.kill(os.getpid(), systems.SIGKILL)
 
-    watch.on_failure(lambda: threading.Thread(target=kill, daemon=True).start())
+    watch.on_failure(lambda: threading.Thread(target=kill_unless_done, daemon=True).start())
     try:
         yield
     finally:

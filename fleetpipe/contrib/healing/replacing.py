@@ -67,16 +67,16 @@ class Healer:
     No thread is used: a lock that a thread holds at a fork would stay locked in the child.
     """
 
-    def __init__(self, directory: Path, most: int) -> None:
+    def __init__(self, directory: Path, most_replaced: int) -> None:
         """Prepares to heal an attempt.
 
         Args:
             directory: The directory of the attempt's files.
-            most: The number of processes that may be replaced, in all ranks together.
+            most_replaced: The number of processes that may be replaced, in all ranks together.
         """
         self._ranks: list[Rank] = []
         self._directory = directory
-        self._replacements_left = most
+        self._replacements_left = most_replaced
         #: The processes of all ranks since the last replacement; see ``Generation``.
         self._generation = Generation()
         #: The rank and the exit code of each process that was replaced.

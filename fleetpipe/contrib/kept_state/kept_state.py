@@ -209,14 +209,14 @@ class KeptState:
             PeerFailed: A rank died.
         """
 
-        def look() -> tuple[int | None, bool]:
+        def find_newest_in_folder() -> tuple[int | None, bool]:
             steps = [kept.step for kept in complete_layouts(self.folder)]
             newest = max(steps, default=None)
             return newest, newest != self.newest_of_all()
 
         # All ranks are on one host and see the same files.
         newest, self._newest_is_of_another_layout = self._ranks.together(
-            "looking for kept states", look
+            "looking for kept states", find_newest_in_folder
         )[0]
         return newest
 

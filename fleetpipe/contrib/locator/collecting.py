@@ -308,7 +308,7 @@ class _Hooks(BatchObserver):
             return instruction
         recorder = self._recorder
 
-        def forward() -> Blocked | None:
+        def run_forward() -> Blocked | None:
             recorder.forwarding = recorder.in_pipeline
             recorder.micro_batch = op.micro_batch + self._earlier
             try:
@@ -316,7 +316,7 @@ class _Hooks(BatchObserver):
             finally:
                 recorder.forwarding = False
 
-        return forward
+        return run_forward
 
     def computed(self) -> None:
         """Records the losses and parameters' gradients of a batch, before ranks add them up."""

@@ -175,7 +175,7 @@ class StepBesideTwin:
         apart: Mapping[int, float],
         tolerance: float,
         cause: str,
-        *likely: str,
+        *axes: str,
     ) -> Location | None:
         """Returns the location of ranks that differ by more than rounding; None without such ranks.
 
@@ -185,12 +185,12 @@ class StepBesideTwin:
             apart: By rank, the relative difference between its tensor and the one-device twin's.
             tolerance: The difference that rounding causes.
             cause: The likely cause, in a sentence.
-            likely: The axes that may be named if the ranks themselves do not show the axis.
+            axes: The axes that may be named if the ranks themselves do not show the axis.
         """
         wrong = [rank for rank, far in apart.items() if not far <= tolerance]
         if not wrong:
             return None
-        axis = self.axis_of(wrong, apart) or self.first_split_axis(*likely)
+        axis = self.axis_of(wrong, apart) or self.first_split_axis(*axes)
         worst = max(apart.values())
         return self.location(layer, phase, wrong, cause, axis, None, worst, tolerance)
 

@@ -167,7 +167,7 @@ class ParameterChecks:
         def distance(number: int, owner: int) -> float:
             """Returns how far rank ``number``'s shard is from the one that ``owner`` should have.
 
-            It is a relative difference; infinite if no shard has the shape.
+            The distance is a relative difference, infinite if no shard has the shape.
             """
             expected = self._step.possible_shards(full, by_rank[number].shape, owner)
             return min((gap(by_rank[number], shard) for shard in expected), default=float("inf"))

@@ -182,10 +182,10 @@ def _read_counts(value: JsonValue) -> dict[str, int]:
 def _read_keys(value: JsonValue) -> list[TensorKey]:
     """Reads a list of keys; the micro-batch of a key may be -1."""
 
-    def number(one: JsonValue) -> int:
-        return -1 if one.content == -1 else one.count()
+    def micro_batch_of(field: JsonValue) -> int:
+        return -1 if field.content == -1 else field.count()
 
-    return [one.row(TensorKey, micro_batch=number) for one in value.items()]
+    return [one.row(TensorKey, micro_batch=micro_batch_of) for one in value.items()]
 
 
 def _read_file(file: Path) -> tuple[JsonValue, dict[str, np.ndarray]]:

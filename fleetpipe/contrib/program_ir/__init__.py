@@ -148,11 +148,11 @@ def _set_started_after(method: str, started: bool) -> Callable[[], None]:
     original = getattr(static.GeneratorLoader, method)
 
     @functools.wraps(original)
-    def noting(self: Any) -> None:
+    def call_and_set_started(self: Any) -> None:
         original(self)
         setattr(static.program_fed_by(self), _STARTED, started)
 
-    setattr(static.GeneratorLoader, method, noting)
+    setattr(static.GeneratorLoader, method, call_and_set_started)
     return functools.partial(setattr, static.GeneratorLoader, method, original)
 
 

@@ -316,7 +316,7 @@ class Boards:
 
 
 def _record_with_state(heard: LastRecord) -> RankRecord:
-    """Returns the record of a rank with its state and the age of its last step as of now."""
+    """Returns the record of a rank, with its current state and the current age of its last step."""
     record, age = heard.record, heard.record.step_age
     if age is None:
         state = "starting"

@@ -55,7 +55,7 @@ class AttemptBoard:
         self._file, self._restarts, self._news = directory / FILE, restarts, news
 
     def __call__(self) -> JobBoard:
-        """Returns the state of the job as of now."""
+        """Returns the current state of the job."""
         if self._file is not None and self._file.exists():
             with contextlib.suppress(ConfigError):  # its folder is just being removed
                 self._last = read_board(self._file)

@@ -58,17 +58,17 @@ def build_callback_list(
         users.append(MetricsLogger(save_dir or "run", formats=("jsonl", *formats)))
     on_rank = [rank_policy.callback_of_rank(user, model.is_rank) for user in users if user]
 
-    def has(kind: type) -> bool:
+    def has_callback(kind: type) -> bool:
         return any(isinstance(callback, kind) for callback in on_rank)
 
     # Without a callback of these kinds Paddle would add its own.
-    if not has(rank_policy.ModelCheckpoint):
-        model_folder = None if has(PipelineCheckpoint) else save_dir
+    if not has_callback(rank_policy.ModelCheckpoint):
+        model_folder = None if has_callback(PipelineCheckpoint) else save_dir
         on_rank.append(rank_policy.ModelCheckpoint(save_freq, model_folder))
-    if not has(paddle.callbacks.LRScheduler):
+    if not has_callback(paddle.callbacks.LRScheduler):
         on_rank.append(rank_policy.LRScheduler())
     _refuse_reduce_on_plateau(model, on_rank)
-    if verbose and not has(paddle.callbacks.ProgBarLogger):
+    if verbose and not has_callback(paddle.callbacks.ProgBarLogger):
         on_rank.insert(0, Progress(log_freq, verbose))
     return _config_callbacks(
         on_rank,

@@ -198,10 +198,10 @@ class PipelineCheckpoint(rank_policy.Callback):
         self._saved = self.model.global_step
         self._manager.metrics = self._checkpoint_metrics(evaluated)
 
-        def save() -> None:
+        def save_this_step() -> None:
             self._manager.save(self.model.global_step, force=True, **self._state)
 
-        self.model.pipeline.require_running().share("saving", save)
+        self.model.pipeline.require_running().share("saving", save_this_step)
 
     def _checkpoint_metrics(self, evaluated: Mapping[str, Any]) -> dict[str, float]:
         """Returns the metric of ``best``, by name; without an evaluation, as the worst number.

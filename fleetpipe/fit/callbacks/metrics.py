@@ -119,12 +119,12 @@ class BusyTimes:
             return instruction
         rank = played.rank
 
-        def add(begin: float, end: float) -> None:
+        def add_action_time(begin: float, end: float) -> None:
             self._begins.setdefault(rank, begin)
             self._ends[rank] = end
             self._busy[rank] += end - begin
 
-        return Stopwatch(instruction, add)
+        return Stopwatch(instruction, add_action_time)
 
     def end_step(self) -> None:
         """Adds the span of a step, from its first action to its last, to the sum of each rank."""
@@ -234,7 +234,7 @@ class ThroughputMonitor(rank_policy.Callback):
 def peak_memory() -> int:
     """Returns the peak memory of this process in bytes, on a GPU the memory of the GPU.
 
-    It is 0 if the system does not report it, such as on Windows.
+    The result is 0 if the system does not report this, such as on Windows.
     """
     if device_kind() == "gpu":
         return int(paddle.device.cuda.max_memory_allocated())

@@ -206,7 +206,7 @@ def wait_in_vain(home: Path) -> None:
 )
 def test_why_no_process_is_replaced(home: Path, capsys: Any, happens: Any, why: str) -> None:
     happens(home)
-    healer = Healer(home, most=0)
+    healer = Healer(home, most_replaced=0)
     held = healer.watch(RankProcess(1, Ended(-9), (), {}, None))
     assert held.poll() == -9
     assert attempt_files.current_generation().refused == why
@@ -215,13 +215,13 @@ def test_why_no_process_is_replaced(home: Path, capsys: Any, happens: Any, why: 
 
 
 def test_a_rank_that_has_ended_is_met_by_no_other_process(home: Path, capsys: Any) -> None:
-    healer = Healer(home, most=1)
+    healer = Healer(home, most_replaced=1)
     healer.watch(RankProcess(0, Ended(0), (), {}, None))
     held = healer.watch(RankProcess(1, Ended(-9), (), {}, None))
     assert held.poll() == -9
     why = "rank 0 has ended its work, and meets no other process"
     assert capsys.readouterr().err == f"fleetpipe: the job does not heal: {why}\n"
-    later = Healer(home, most=1)
+    later = Healer(home, most_replaced=1)
     held = later.watch(RankProcess(0, Ended(0), (), {}, None))
     later._generation = Generation(1, {1: 1})
     assert held.poll() == 0
@@ -229,7 +229,7 @@ def test_a_rank_that_has_ended_is_met_by_no_other_process(home: Path, capsys: An
 
 
 def test_a_rank_that_has_ended_in_the_midst_of_the_job_is_awaited_by_nobody(home: Path) -> None:
-    held = Healer(home, most=1).watch(RankProcess(1, Ended(0), (), {}, None))
+    held = Healer(home, most_replaced=1).watch(RankProcess(1, Ended(0), (), {}, None))
     assert held.poll() == held.wait(1) == 0
     assert attempt_files.current_generation() == Generation()
     # os._exit(0) is no goodbye, and what the others have noticed is a death.
@@ -321,7 +321,7 @@ def test_a_step_that_cannot_be_repeated(
 def test_groups_that_cannot_be_made_anew_are_told_first(home: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr("fleetpipe.contrib.healing.survivor.communicates_over_host", lambda: False)
     healing_of(Job(Degrees(), None, 1.0), SimpleNamespace(step=3), home, Model())
-    held = Healer(home, most=1).watch(RankProcess(1, Ended(-9), (), {}, None))
+    held = Healer(home, most_replaced=1).watch(RankProcess(1, Ended(-9), (), {}, None))
     assert held.poll() == -9
     assert attempt_files.current_generation().refused == "the ranks' groups are not Gloo's"
 

@@ -81,7 +81,7 @@ class Server:
 
         Args:
             address: The address to serve at.
-            board: Returns the state of the job as of now; called at most five times a second.
+            board: Returns the current state of the job; called at most five times a second.
 
         Raises:
             ConfigError: The address cannot be used.

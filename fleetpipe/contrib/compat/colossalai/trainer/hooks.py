@@ -353,11 +353,11 @@ class TrainerHookCalls(paddle.callbacks.Callback):
 def _with_separate_arguments(loss: RecordedLoss) -> Callable[..., Tensor]:
     """Returns a loss that takes outputs and label as separate arguments, as ``fit`` passes them."""
 
-    def call(*outputs_and_label: Tensor) -> Tensor:
+    def loss_of_arguments(*outputs_and_label: Tensor) -> Tensor:
         *outputs, label = outputs_and_label
         return loss(outputs[0] if len(outputs) == 1 else tuple(outputs), label)
 
-    return call
+    return loss_of_arguments
 
 
 class Metric:
