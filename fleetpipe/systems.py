@@ -81,7 +81,7 @@ def require_ranks() -> None:
     """Refuses Windows, on which a job cannot have several ranks."""
     if sys.platform == "win32":
         raise UsageError(
-            "on Windows one process plays all ranks", fix="several ranks run in WSL: wsl --install"
+            "on Windows one process plays all ranks", fix="run several ranks in WSL: wsl --install"
         )
 
 

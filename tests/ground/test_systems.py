@@ -59,7 +59,7 @@ def test_what_systems_differ_in_is_there() -> None:
 def test_windows_starts_no_ranks(monkeypatch: Patch) -> None:
     systems.require_ranks()
     monkeypatch.setattr(sys, "platform", "win32")
-    with pytest.raises(UsageError, match="several ranks run in WSL"):
+    with pytest.raises(UsageError, match="run several ranks in WSL"):
         systems.require_ranks()
 
 
