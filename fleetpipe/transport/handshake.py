@@ -135,7 +135,7 @@ def secret_of_run(secret: bytes, namespace: str, token: str) -> bytes:
 def connecting_side(
     secret: bytes, rank: int, peer: int, ranks: int, stream: int = 0, attempt: int = 0
 ) -> Exchange:
-    """Runs the handshake at the end that connected: yields what to send, and gets the answers.
+    """Runs the handshake at the end that connected: yields bytes to send, or how many to get.
 
     Args:
         secret: The run's secret.
@@ -164,7 +164,7 @@ def connecting_side(
 def accepting_side(
     secret: bytes, rank: int, ranks: int, streams: int = 1, attempt: int = 0
 ) -> Exchange:
-    """Runs the handshake at the end that accepted: yields what to send, and gets the answers.
+    """Runs the handshake at the end that accepted: yields bytes to send, or how many to get.
 
     Args:
         secret: The run's secret.
@@ -207,7 +207,7 @@ def _make_proof(secret: bytes, side: bytes, transcript: bytes) -> bytes:
 
 
 def _make_seals(secret: bytes, side: bytes, other: bytes, transcript: bytes) -> Seals:
-    """Returns the seals of ``side``: of what it sends, and of what the ``other`` side sends."""
+    """Returns the seals of ``side``: of what it sends, and of what the other side sends."""
     keys = [hmac.digest(secret, end + b" seals " + transcript, "sha256") for end in (side, other)]
     return Seals(Seal(keys[0]), Seal(keys[1]))
 
@@ -282,7 +282,7 @@ class Rendezvous:
         )
 
     def _read_facts(self, rank: int, key: str, names: Collection[str]) -> dict[str, str]:
-        """Reads and checks the facts that ``rank`` has stored under ``key``; see :meth:`gather`."""
+        """Returns the facts that ``rank`` has stored under ``key``; checks their names."""
         text = self._store.get(key)
         try:
             facts = parse_small(text[:_LARGEST_FACTS], 1, 1, 16)
