@@ -511,6 +511,7 @@ def keyed_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Callable[[Tenso
 
     @functools.wraps(hook)
     def keyed(grad: Tensor) -> Any:
+        """Calls the hook in its own random stream while a batch runs."""
         if (keys := current_keys()) is None:
             return hook(grad)
         stream = call_stream

@@ -74,6 +74,7 @@ def _require_one_of(*words: str) -> Callable[[str, object], str]:
     """Returns the check of an option that is one of some words; errors propose the first one."""
 
     def check(name: str, value: object) -> str:
+        """Returns the value if it is one of the words; else raises an error."""
         if isinstance(value, str) and value in words:
             return value
         *first_words, last = map(repr, words)

@@ -52,6 +52,7 @@ def late(names: Mapping[str, str]) -> Callable[[str], object]:
     """
 
     def get(name: str) -> object:
+        """Loads and returns the public name, or raises an AttributeError."""
         if name not in names:
             raise AttributeError(f"there is no {name!r}; expected: {', '.join(names)}", name=name)
         with needed_for(name):

@@ -24,6 +24,8 @@ def shows(*names: str, **labelled: str) -> Callable[[Class], Class]:
     shown = {**{name: name for name in names}, **labelled}
 
     def add_repr(cls: Class) -> Class:
+        """Gives the class the ``repr``; returns the class."""
+
         def __repr__(self: object) -> str:
             parts = []
             for label, path in shown.items():

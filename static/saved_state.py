@@ -109,8 +109,8 @@ def pair_parameters(
 
     Args:
         state: Arrays or tensors by name.
-        program: As for :func:`state_dict`.
-        scope: As for :func:`state_dict`.
+        program: The program of the pipeline; None for the default main program.
+        scope: The scope of its variables; None for the global scope.
         source: The origin of the state, for error messages.
     """
     names = pipeline_of(program).persistable
@@ -225,8 +225,8 @@ def load(prefix: str | os.PathLike[str], program: Program = None) -> None:
     """Loads the files that :func:`save` wrote on as many ranks, or in a process with all stages.
 
     Args:
-        prefix: As for :func:`save`, or the path of one of the files.
-        program: As for :func:`save`.
+        prefix: The beginning of the files' paths, or the path of one of the files.
+        program: The program of the pipeline; None for the default main program.
 
     Raises:
         CheckpointError: The file is missing, is not in Paddle's format, or has other stages;
@@ -300,7 +300,7 @@ def save_inference_model(
     Collective over the pipeline; the process of the first rank of the first replica writes.
 
     Args:
-        prefix: As for ``paddle.static.save_inference_model``, which reads back as usual.
+        prefix: The beginning of the files' paths; Paddle reads the files back as its own.
         feed_vars: The inputs of the network.
         fetch_vars: The outputs of the network.
         executor: An executor.

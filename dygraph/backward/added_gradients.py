@@ -121,7 +121,7 @@ class _AddByAutograd(paddle.autograd.PyLayer):
 
 
 def count_own_hook(parameter: Tensor) -> None:
-    """Counts a gradient hook that fleetpipe adds to a parameter; see :func:`is_watched`."""
+    """Counts a gradient hook that fleetpipe adds, so that :func:`is_watched` ignores it."""
     if id(parameter) not in _own_hooks:
         weakref.finalize(parameter, _own_hooks.pop, id(parameter), None)
     _own_hooks[id(parameter)] = _own_hooks.get(id(parameter), 0) + 1

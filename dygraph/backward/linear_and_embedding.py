@@ -235,6 +235,7 @@ def _try(operands: Sequence[Tensor], method: ProductMethod, seed: int = 0) -> bo
     generator = np.random.default_rng(seed)
 
     def draw(shape: Sequence[int], dtype: DType) -> Tensor:
+        """Returns random numbers of which many cancel out in sums."""
         rows = generator.standard_normal((math.prod(shape[:-1]), shape[-1]))
         half = len(rows) // 2
         # Terms that cancel out show in which order a sum is computed.

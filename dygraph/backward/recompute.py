@@ -364,6 +364,7 @@ def _runs_agree(first: Sequence[int | np.ndarray], again: Sequence[int | np.ndar
     """
 
     def agree(before: int | np.ndarray, after: int | np.ndarray) -> bool:
+        """Whether the results of both runs for one tensor agree."""
         if isinstance(before, int):
             return before == after
         tolerance = _TOLERANCE * np.abs(before).max()

@@ -56,7 +56,7 @@ class _ReplacedForwards:
     """Replaces the ``forward`` of some layers for a while; a ``Change`` of ``layer_state``."""
 
     def __init__(self, forwards: Sequence[tuple[Layer, Forward]]) -> None:
-        """Takes layers, each with the forward that replaces its own."""
+        """Stores layers, each with the forward that replaces its own."""
         self._forwards = forwards
         self._originals: list[tuple[Layer, object]] = []
 
@@ -81,7 +81,7 @@ class _ReplacedForwards:
 def with_forwards(forwards: Iterable[tuple[Layer, Forward]]) -> Iterator[None]:
     """A context in which each layer has the forward that it is paired with.
 
-    It refuses a forward that the user has set meanwhile, since its end would remove that.
+    It refuses a forward that the user has set meanwhile, since the context's end would remove it.
     """
     pairs = list(forwards)
     replacement = _ReplacedForwards(pairs)
@@ -104,7 +104,7 @@ class SplitBackward:
     """Runs the split backwards of a schedule: has a tape for each stage and micro-batch."""
 
     def __init__(self, schedule: Schedule, layers_of: LayersOf, fast_leaves: bool = True) -> None:
-        """Finds the stages and micro-batches whose backward is split.
+        """Determines the stages and micro-batches whose backward is split.
 
         Args:
             schedule: The schedule; its actions I tell which backwards are split.
@@ -186,7 +186,7 @@ class SplitBackward:
         return _NOTHING if fast is None else fast.in_backward(self._sums)
 
     def _find_fast(self, stage: int) -> Any:
-        """Finds and stores the leaf layers of a stage with a faster forward; None if none has."""
+        """Stores and returns the leaf layers of a stage with a faster forward; None if none has."""
         fast = None
         if self._fast_leaves:
             layers = (leaf.layer for leaf in self._leaves_of(stage) if not leaf.static)

@@ -345,6 +345,7 @@ def with_gradients(data: Nest) -> tuple[Nest, Sources]:
     sources: Sources = []
 
     def stand_in(tensor: Tensor) -> Tensor:
+        """Returns a detached tensor in place of one that needs a gradient; stores both."""
         if tensor.stop_gradient:
             return tensor
         copy = tensor.detach()
@@ -353,6 +354,7 @@ def with_gradients(data: Nest) -> tuple[Nest, Sources]:
         return copy
 
     def replace_inputs(value: Nest) -> Nest:
+        """Replaces inputs by stand-ins, and detaches labels, of ``(inputs, labels)``."""
         if not isinstance(value, (list, tuple)) or len(value) != 2:
             return value
         return [map_tensors(stand_in, value[0]), map_tensors(_without_gradient, value[1])]

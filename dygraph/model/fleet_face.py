@@ -210,6 +210,7 @@ class FleetFace(ModelOnRanks):
         functions = self.run_function[start:end]
 
         def run(*inputs: Nest) -> Nest:
+            """Calls the functions one after another, the first with the inputs."""
             value: Nest = inputs[0] if len(inputs) == 1 else inputs
             for function in functions:
                 value = function(value)

@@ -62,7 +62,7 @@ def record_modes(model: Layer) -> None:
 
 
 def needs_switch(model: Layer) -> bool:
-    """Whether a model must be switched to training mode: it, or a layer of it, is in evaluation."""
+    """Whether a model, or a layer of it, is in evaluation mode and must be switched to training."""
     layers = model.sublayers()
     return not model.training or not all("training" in vars(layer) for layer in layers)
 

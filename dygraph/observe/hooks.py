@@ -239,7 +239,7 @@ class HookCalls(BatchObserver):
 
 
 def _in_form_of(value: Nest, grads: Gradients) -> Tensor | Gradients:
-    """Returns gradients as hooks get them: a tensor if ``value`` is a tensor, otherwise a tuple."""
+    """Returns gradients in the form for hooks: a tensor if ``value`` is one, else a tuple."""
     if grads is None:
         return None
     return grads if isinstance(value, (tuple, list, dict)) else next(iter(grads), None)

@@ -139,6 +139,7 @@ class LayerMeter:
         """
 
         def run(value: Nest, micro_batch: GlobalMicroBatch | None) -> Nest:
+            """Runs the layers of the stage one by one, and stores a sample of each."""
             functions, value = self._calls_of(stage, value)
             layers, runner = self._layers_of(stage), self._runner(stage, functions)
             # Copies that nothing else refers to: it is measured when their memory becomes free.

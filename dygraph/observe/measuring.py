@@ -81,6 +81,7 @@ class MemoryMeter:
             return instruction
 
         def measured() -> Blocked | None:
+            """Runs the action; once it has run, records the largest memory so far."""
             blocked = instruction()
             if blocked is None:
                 now = _UsedMemory.now()
@@ -296,7 +297,7 @@ class Runs:
     def layers_of_units(self, units: Units) -> Samples:
         """Measures the layers of this process for each unit. Collective.
 
-        Backwards follow the forwards only to free the memory that these keep.
+        Backwards follow the forwards only to free the memory that forwards keep.
         """
         layers, stages = self._layers, self._layers.owned_stages
         count = len(layers.partition.layers)
@@ -306,6 +307,7 @@ class Runs:
         loss_fn, calls = layers.loss_fn(), itertools.count()
 
         def loss(output: Nest, label: Nest) -> Tensor:
+            """Returns the loss of one unit, and measures the loss function."""
             # The last stage runs one unit after another.
             meter.take_loss(next(calls) % units.count, loss_fn, output, label)
             return loss_fn(output, label)

@@ -57,6 +57,7 @@ class FiniteSends:
         key = message_of(op)
 
         def check() -> Blocked | None:
+            """Refuses NaN and Inf in the value to be sent; else sends it."""
             _require_finite(played.values[key], key, played.rank)
             return instruction()
 
@@ -116,6 +117,7 @@ class BackwardState(BatchObserver):
             return instruction
 
         def compared() -> Blocked | None:
+            """Runs the backward; refuses a change of what forwards of the layers read."""
             if self._has_ended:
                 return instruction()
             before = dict(self._iterate_values())

@@ -399,6 +399,7 @@ class PipelineOptimizer(FleetsType):
         """
 
         def minimize() -> Stepped:
+            """Steps the wanted parameters; without any, only takes part in the clip."""
             optimized = optimized_parameters(self._inner_opt)
             wanted = _names(parameters or optimized) - _names(no_grad_set or ())
             chosen = [parameter for parameter in optimized if parameter.name in wanted]

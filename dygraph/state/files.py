@@ -96,7 +96,8 @@ def layers_to_write(
 ) -> dict[int, Layer]:
     """Returns the layers for which this process writes a file, by the number of the file.
 
-    The arguments are as for :func:`files_of_list`.
+    ``functions`` are those of this process by number, ``shared`` the shared layers by each of their
+    numbers, and ``entries`` the whole list.
     """
     layers = {}
     for index, function in functions.items():

@@ -66,7 +66,7 @@ class StockGroup:
     """The members of a group of Paddle's, which send over Gloo; it waits 30 s for a late member."""
 
     def __init__(self, group: PaddleGroup) -> None:
-        """Takes the members of ``group``."""
+        """Stores the members of ``group``."""
         self.rank = group.rank
         self.ranks = group.nranks
         self._group = group
@@ -97,7 +97,7 @@ def sums_by_tree() -> bool:
 def total(tensor: Tensor, members: Members) -> Tensor:
     """Returns the sum of the members' tensors, with the same bits on each. Collective.
 
-    The sum is by a tree if the job's sums are.
+    The sum is by a tree if the job sums by trees.
 
     Raises:
         PipelineTimeout: Some member did not come within the limit.

@@ -247,7 +247,7 @@ def shard_in(parameter: Tensor, group: PaddleGroup = None) -> PartOfWhole | None
 
 
 def whole_shape(parameter: Tensor, group: PaddleGroup = None) -> tuple[int, ...]:
-    """Returns the shape of a parameter's full tensor; arguments are as for :func:`shard_in`."""
+    """Returns the shape of a parameter's full tensor; ``group`` has the members along mp."""
     shape, part = tuple(parameter.shape), shard_in(parameter, group)
     return shape if part is None else part.cut.whole(shape)
 

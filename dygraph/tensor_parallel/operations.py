@@ -262,6 +262,7 @@ def recording_errors(function: FunctionInBackward) -> FunctionInBackward:
 
     @wraps(function)
     def run(*args: Any, **named: Any) -> Any:
+        """Runs the function, and records its error."""
         try:
             return function(*args, **named)
         except FleetPipeError as error:

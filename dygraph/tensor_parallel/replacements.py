@@ -169,6 +169,7 @@ def _with_split_axes(stock: Callable[..., None], **axes: int) -> Callable[..., N
 
     @functools.wraps(stock)
     def construct(layer: Layer, *args: object, **named: object) -> None:
+        """Builds the layer, and marks the axis along which each shard is cut."""
         stock(layer, *args, **named)
         for name, axis in axes.items():
             parameter: Tensor = getattr(layer, name, None)

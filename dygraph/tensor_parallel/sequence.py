@@ -193,6 +193,7 @@ def _make_summing_hook(
     @operations.recording_errors
     @paddle.no_grad()
     def hook(*_: Any) -> None:
+        """Counts a backward; before each step, sums the gradient over the members."""
         nonlocal backwards
         backwards += 1
         if backwards % accumulation_steps:

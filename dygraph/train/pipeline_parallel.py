@@ -97,6 +97,7 @@ class PipelineParallel(PipelineFace):
         options = loss_fn_idx, scaler, return_micro_batch_loss, weights
 
         def begin(data: Batch) -> TrainingBatch:
+            """Returns the training batch of some data, after all checks."""
             batch = TrainingBatch(self._runtime, data, *options)
             # Last, because it may wait for other ranks: this rank's own checks come before.
             self._bind(optimizer)
@@ -223,6 +224,7 @@ class PipelineParallel(PipelineFace):
         labels = data[1] if compute_loss and isinstance(data, (list, tuple)) else None
 
         def evaluate() -> Nest:
+            """Runs the batch forward; returns its outputs, or the loss on every rank."""
             words = "evaluates a batch"
             with run_forwards(runtime, batches, functions, labels, words=words) as batch:
                 if functions is None:

@@ -102,7 +102,7 @@ class TrainingBatch:
 
         Args:
             runtime: The ``Runtime`` of the model.
-            data: As for ``train_batch``.
+            data: A batch in any form that ``train_batch`` takes.
             loss_fn_idx: The number of the loss function that starts backward.
             scaler: Scales the loss and steps the optimizer.
             by_micro_batch: Whether the loss is a Tensor [micro-batches].

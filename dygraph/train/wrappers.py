@@ -30,7 +30,7 @@ class NoPipelineParallel(PipelineParallel):
             hcg: Accepted as in Fleet, without effect.
 
         Raises:
-            ConfigError: The job has more than one pipeline rank, or for the reasons given there.
+            ConfigError: The job has several pipeline ranks, or an option is wrong.
         """
         job = current_job()
         if job is not None and job.degrees.pp > 1:
@@ -60,7 +60,7 @@ class PipelineParallelWithInterleave(PipelineParallel):
         """Wraps a model like :class:`PipelineParallel`.
 
         Raises:
-            ConfigError: The model has one chunk on each rank, or for the reasons given there.
+            ConfigError: The model has one chunk on each rank, or an option is wrong.
         """
         if isinstance(layers, PipelineLayer) and layers.get_num_virtual_stages() == 1:
             raise ConfigError(

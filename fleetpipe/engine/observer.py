@@ -67,7 +67,7 @@ class BatchObserver:
     in_evaluation = False
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
-        """Returns ``instruction`` itself; see :meth:`Observer.wrap`."""
+        """Returns ``instruction`` itself, so that it is not observed."""
         return instruction
 
     def begin(self, batch: Any) -> None:

@@ -78,7 +78,7 @@ class ReadyWalker(Walker):
         self._early_at = math.inf
 
     def restart(self, first_micro_batch: int) -> None:
-        """Goes back to the first operation, for the next batch; see :meth:`Walker.restart`.
+        """Goes back to the first operation, for the next batch.
 
         Only the operations before the first action are chosen yet, and no action has run early.
 
@@ -93,7 +93,7 @@ class ReadyWalker(Walker):
         self._idle_since, here.idle = None, 0.0
 
     def advance(self, until: int = 0) -> Blocked | None:
-        """Runs operations until no action is ready; see :meth:`Walker.advance`.
+        """Runs operations until no action is ready.
 
         Returns:
             The first of the messages that the rank waits for; None if it need not wait.

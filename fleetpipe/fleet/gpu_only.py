@@ -63,6 +63,7 @@ def _engine_constructor(stock: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(stock)
     def construct(*arguments: Any, **options: Any) -> None:
+        """Refuses a strategy with ``pipeline.enable``; else calls the constructor."""
         strategy = inspect.signature(stock).bind(*arguments, **options).arguments.get("strategy")
         if strategy is not None and strategy.pipeline.enable:
             raise ConfigError(

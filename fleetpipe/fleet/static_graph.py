@@ -67,6 +67,7 @@ def _replacement_of(name: str, fix: str | None = None) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def call(*arguments: Any, **named: Any) -> Any:
+        """Calls Fleet's function, but in a static job does nothing or raises an error."""
         if paddle.in_dynamic_mode() or current_job() is None:
             return original(*arguments, **named)
         if fix is not None:

@@ -25,7 +25,7 @@ class Allow:
     """
 
     def __init__(self, entries: tuple[str, ...] = ()) -> None:
-        """Takes the entries of the option; none is used yet."""
+        """Stores the entries of the option; none is used yet."""
         self.entries = entries
         self.used: dict[str, str] = {}
 

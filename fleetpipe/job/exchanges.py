@@ -226,7 +226,7 @@ def _require_same_shapes(outputs: Sequence[Tensor], values: Sequence[Tensor]) ->
 
 
 class Done:
-    """A collective operation that has ended; see :class:`Exchange`."""
+    """A collective operation that has ended, as the task that Paddle's callers wait for."""
 
     def wait(self) -> bool:
         """Returns at once."""

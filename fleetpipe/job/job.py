@@ -100,7 +100,11 @@ class Recovery(Protocol):
     def share(
         self, what: str, act: Callable[[], Any], pass_over: Callable[[], object] | None
     ) -> Any:
-        """Returns the result of ``act``, repeated after a rank's death; see :meth:`Job.share`."""
+        """Returns the result of ``act``, repeated after a rank's death.
+
+        ``what`` is what ``act`` does, for messages; a replacement process that comes too late
+        for the call runs ``pass_over`` in its place.
+        """
 
     def heal(self, error: PeerFailed | PipelineTimeout) -> bool:
         """Connects to the process that replaces a rank whose death was noticed after a batch.
@@ -269,7 +273,7 @@ class Job(MeshGroups):
     def _make_group(
         self, name: str, ranks: Callable[[], list[int]], paddle_group: Callable[[], Any] | None
     ) -> Group:
-        """Returns a new group; see :meth:`MeshGroups._named_group`."""
+        """Returns a new group ``name`` of ranks of the job, or of this process if it plays all."""
         if self._connections is None:
             return SoleGroup()
         members = ranks()
@@ -325,7 +329,7 @@ class Job(MeshGroups):
                 calls.replica = self._connections.in_step = frozenset(self._ranks_along(axes))
 
     def calling(self, words: str, replicas: bool = True) -> AbstractContextManager[None]:
-        """Begins a collective call, and returns its context; see :meth:`call`, :meth:`guarded`."""
+        """Begins a collective call; returns a context that reports failures to all ranks."""
         self.call(words, replicas=replicas)
         return self.guarded(lambda: words)
 

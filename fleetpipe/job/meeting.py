@@ -203,7 +203,7 @@ def come_together(number: int, timeout: float) -> JobStore:
 
 
 def open_store_again(timeout: float, check: Callable[[], None]) -> JobStore:
-    """Opens the store of a job whose rank 0 is another process now; see :func:`open_store`."""
+    """Opens the job's store again, after another process has become rank 0 and serves it."""
     for store in _stores:
         store.close()
     _stores.clear()

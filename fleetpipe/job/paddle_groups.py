@@ -243,7 +243,7 @@ def _complete_gloo(timeout: float) -> None:
 
 
 def share_store_again() -> None:
-    """Lets later Gloo groups use the store that Paddle gives them; see :func:`separate_stores`."""
+    """Lets later Gloo groups use Paddle's store again: undoes :func:`separate_stores`."""
     distributed.restore_gloo_stores()
 
 

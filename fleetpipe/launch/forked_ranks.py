@@ -86,7 +86,7 @@ class ForkedProcess(WatchedProcess):
     """The handle of a fork of this process."""
 
     def __init__(self, pid: int) -> None:
-        """Takes the number of the process."""
+        """Stores the number of the process."""
         self.pid = pid
         self._code: int | None = None
         self._lock = threading.Lock()
@@ -174,7 +174,7 @@ class ForkedRank(BaseException):
     """Raised in a fork to leave the launcher's calls; :func:`run_launcher` catches it."""
 
     def __init__(self, program: Program) -> None:
-        """Takes the program that the fork will run."""
+        """Stores the program that the fork will run."""
         super().__init__("a fork of the launcher becomes a rank")
         self.program = program
 

@@ -52,7 +52,7 @@ class _Measuring(BatchObserver):
     """Measures a pipeline in its first batch, and writes the profile."""
 
     def __init__(self, path: Path, pipeline: PipelineParallel) -> None:
-        """Takes the file to write and the pipeline to measure."""
+        """Stores the file to write and the pipeline to measure."""
         self._path, self._pipeline = path, pipeline
 
     def begin(self, batch: ObservedBatch) -> NoReturn:

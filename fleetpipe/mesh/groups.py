@@ -194,7 +194,7 @@ class _Gathered:
     """The gathering of a member that does not wait for others: its own value for each member."""
 
     def __init__(self, value: Value, ranks: int = 1) -> None:
-        """Takes this member's value, and the number of members."""
+        """Stores this member's value, and the number of members."""
         self._value, self._ranks = value, ranks
 
     def arrived(self) -> bool:

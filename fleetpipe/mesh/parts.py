@@ -299,7 +299,7 @@ class JoinedParts(Generic[Name]):
     """
 
     def __init__(self, tensors: Iterable[tuple[Name, LocalTensor]]) -> None:
-        """Takes each tensor with its full tensor's name; parts of one name in their order."""
+        """Stores each tensor with its full tensor's name; joins the parts of one name, in order."""
         parts: dict[Name, list[LocalTensor]] = {}
         for name, local in tensors:
             parts.setdefault(name, []).append(local)

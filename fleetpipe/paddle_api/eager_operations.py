@@ -450,6 +450,7 @@ def _with_replacement(function: Function, stock: Function) -> Function:
     """Returns an operation that calls ``function`` in dynamic graph, and else ``stock``."""
 
     def operation(*args: Any) -> Any:
+        """Calls the replacement with tensors by position, and attributes by name."""
         if not paddle.in_dynamic_mode():
             return stock(*args)
         # _legacy_C_ops gets the name of each attribute before its value, after the tensors.

@@ -93,6 +93,7 @@ def _with_placeholder(
 
     @functools.wraps(stock)
     def construct(*arguments: Any, **options: Any) -> None:
+        """Calls the constructor with a placeholder in place of an empty list."""
         bound = signature.bind(*arguments, **options)
         parameters = bound.arguments.get("parameters")
         if parameters is not None and not isinstance(parameters, paddle.Tensor) and applies():

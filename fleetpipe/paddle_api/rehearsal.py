@@ -111,6 +111,7 @@ def map_tensors(change: Callable[[Tensor], Tensor], values: Iterable[Any]) -> Ar
     """Returns the arguments of an operation with each tensor, also in lists, changed."""
 
     def changed(value: Any) -> Any:
+        """Returns an argument with its tensor, or those in its list, changed."""
         if isinstance(value, _Tensor):
             return change(value)
         if isinstance(value, (list, tuple)):
@@ -169,6 +170,7 @@ def with_master_weights(apply: Function) -> Function:
 
     @functools.wraps(apply)
     def apply_optimize(optimizer: Any, *args: Any, **named: Any) -> Any:
+        """Calls the method while master weights serve as float32 copies."""
         global _master_weights
         before, _master_weights = _master_weights, optimizer._master_weights
         try:
@@ -183,7 +185,7 @@ class _Copies:
     """The float32 copies of those of an operation's arguments that are in half precision."""
 
     def __init__(self, half: DType, tensors: list[Tensor]) -> None:
-        """Finds the master weights of the arguments ``tensors``; :meth:`of` makes the copies."""
+        """Looks up the master weights of the arguments ``tensors``; :meth:`of` makes the copies."""
         self._half = half
         self._master_weights = {
             t.name: _master_weights[t.name] for t in tensors if t.name in _master_weights
@@ -312,6 +314,7 @@ class _Rehearsal:
 
         @functools.wraps(function)
         def rehearsed_operation(*args: Any, **named: Any) -> Any:
+            """Casts the tensors as a GPU would, and rounds the results to half precision."""
             tensors = list(tensors_of((*args, *named.values())))
             if tensors and run is compute_in_float32:
                 goal = automatic_dtype(operation, tensors)

@@ -72,7 +72,7 @@ class PlanTask:
         ranks: Ranks of the pipeline, p.
         micro_batches: Micro-batches of a batch, m.
         cap: Bytes that a rank may use.
-        search: The parts of the plan to choose; see :func:`fleetpipe.plan`.
+        search: The parts of the plan to choose: "partition", "placement", "schedule", "recompute".
         optimizer_copies: Tensors of the size of a gradient in the optimizer's state.
     """
 

@@ -360,7 +360,7 @@ class PipelinePlan:
         """Draws the predicted times of each rank, and below them the activations that it holds.
 
         Args:
-            path: File to write, as for :meth:`Profile.plot`.
+            path: File to write: .png, .svg or .pdf.
         """
         panel = panel_of(self.schedule.simulate(self.costs), "s", "plan", memory=True)
         cap = "" if self.memory_cap is None else f" of {show_bytes(self.memory_cap)}"

@@ -246,6 +246,7 @@ class Profile:
             return {}
 
         def figures_of(stages: Sequence[StageCost], names: Sequence[str]) -> dict[str, Any]:
+            """Returns figures of stages by the names of fields of ``Costs``."""
             return {
                 **{name: [getattr(stage, name) for stage in stages] for name in names},
                 "comm": self.links[0].seconds(max(stage.output for stage in stages)),

@@ -132,6 +132,7 @@ def _with_verification(name: str, rows: table.Rows) -> table.Rows:
 
     @functools.wraps(rows)
     def verify_rows(placement: Placement, micro_batches: int, **options: object) -> Any:
+        """Returns the rows of the user's function, after they are verified."""
         returned_rows = tuple(map(tuple, rows(placement, micro_batches, **options)))
         for rank, row in enumerate(returned_rows):
             for entry in row:

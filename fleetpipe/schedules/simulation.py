@@ -379,6 +379,7 @@ def simulate(
     times = replay(schedule, edges, costs)
 
     def peaks(in_bytes: bool) -> tuple[float, ...]:
+        """Returns for each rank the most activations in flight at once."""
         return tuple(
             max(each.during for each in amounts_in_flight(schedule, rank, costs, in_bytes=in_bytes))
             for rank in range(placement.ranks)

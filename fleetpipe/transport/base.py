@@ -170,21 +170,21 @@ class View:
         return self._transport.bytes_sent
 
     def post(self, peer: int, key: MessageKey) -> None:
-        """Announces a receive; see :meth:`base.Transport.post`."""
+        """Announces that the message ``key`` of ``peer`` will be received."""
         self._transport.post(self._transport_rank(peer, key), key)
 
     def send(self, peer: int, key: MessageKey, value: Value) -> None:
-        """Sends a value; see :meth:`base.Transport.send`."""
+        """Sends a value to ``peer``, without waiting for the receive."""
         rank = self.members[peer] if 0 <= peer < self.ranks else self._transport_rank(peer, key)
         self._transport.send(rank, key, value)
 
     def try_receive(self, peer: int, key: MessageKey) -> tuple[bool, Value]:
-        """Takes a message if it has arrived; see :meth:`base.Transport.try_receive`."""
+        """Returns (True, value) if the message has arrived, else (False, None)."""
         rank = self.members[peer] if 0 <= peer < self.ranks else self._transport_rank(peer, key)
         return self._transport.try_receive(rank, key)
 
     def receive(self, peer: int, key: MessageKey, timeout: float) -> Value:
-        """Waits for a message; see :meth:`base.Transport.receive`."""
+        """Waits for a message and returns its value."""
         return self._transport.receive(self._transport_rank(peer, key), key, timeout)
 
     def await_any(

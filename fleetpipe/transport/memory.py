@@ -61,7 +61,7 @@ class MemoryTransport:
         """Does nothing: messages are there as soon as they are sent."""
 
     def send(self, peer: int, key: MessageKey, value: Value) -> None:
-        """Puts a value into ``peer``'s mailbox; see :meth:`base.Transport.send`."""
+        """Puts a value into the mailbox of ``peer``, under ``key``."""
         try:
             tree, tensors = take_apart(value)
         except Unfit as unfit:
@@ -76,7 +76,7 @@ class MemoryTransport:
         target._inbox.setdefault((self.rank, key), deque()).append(structure.rebuild(leaves))
 
     def try_receive(self, peer: int, key: MessageKey) -> tuple[bool, Value]:
-        """Takes a message if there is one; see :meth:`base.Transport.try_receive`."""
+        """Returns (True, value) if the message is in the mailbox, else (False, None)."""
         queue = self._inbox.get((peer, key))
         if queue is None:
             check_peer(self.rank, self.ranks, peer, key)
@@ -89,7 +89,7 @@ class MemoryTransport:
         return True, value
 
     def receive(self, peer: int, key: MessageKey, timeout: float) -> Value:
-        """Takes a message that must be there; see :meth:`base.Transport.receive`.
+        """Takes a message that must be there, and returns its value.
 
         Raises:
             PeerFailed: It is not there and the peer is closed.

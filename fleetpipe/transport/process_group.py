@@ -85,7 +85,7 @@ class ProcessGroupTransport:
             self._incoming[peer].start_arrived()
 
     def send(self, peer: int, key: MessageKey, value: Value) -> None:
-        """Sends a header and starts the transfers; see :meth:`base.Transport.send`."""
+        """Sends a header and starts the transfers of the value's tensors."""
         outgoing = self._outgoing.get(peer)
         if outgoing is None:
             self._sockets.send(peer, key, value)
@@ -96,14 +96,14 @@ class ProcessGroupTransport:
         self.bytes_sent += nbytes
 
     def try_receive(self, peer: int, key: MessageKey) -> tuple[bool, Value]:
-        """Takes a message if its data has come; see :meth:`base.Transport.try_receive`."""
+        """Returns (True, value) if a message's data has come, else (False, None)."""
         incoming = self._incoming.get(peer)
         return (
             self._sockets.try_receive(peer, key) if incoming is None else incoming.try_receive(key)
         )
 
     def receive(self, peer: int, key: MessageKey, timeout: float) -> Value:
-        """Waits for a message; see :meth:`base.Transport.receive`."""
+        """Waits for a message and returns its value."""
         incoming = self._incoming.get(peer)
         if incoming is None:
             return self._sockets.receive(peer, key, timeout)

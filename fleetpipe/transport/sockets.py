@@ -195,8 +195,8 @@ class SocketTransport:
         """Waits for a message; see :meth:`base.Transport.receive`.
 
         Raises:
-            PeerFailed: As for :meth:`try_receive`; or this transport was interrupted, or any peer
-                ended before its work was done.
+            PeerFailed: The peer is gone, or sent from another kind of call; or this transport was
+                interrupted, or any peer ended before its work was done.
             PipelineTimeout: The message did not come in time.
             TransportError: The peer's stream is damaged.
         """
@@ -216,7 +216,7 @@ class SocketTransport:
     def await_any(
         self, messages: Sequence[tuple[int, MessageKey]], timeout: float, patience: float
     ) -> None:
-        """Waits for any of some messages; see :class:`base.AnyOrderTransport`.
+        """Waits until one of several messages has come.
 
         Raises:
             PeerFailed: A peer is gone, or this transport was interrupted.

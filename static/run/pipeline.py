@@ -307,7 +307,7 @@ class StaticPipeline:
             )
 
     def _compile(self, wanted: Sequence[Fetch], scope: Scope, place: Place) -> Compiled:
-        """Returns the compiled pipeline, compiled anew for another scope or new fetches."""
+        """Returns the compiled pipeline; compiles it again for another scope or new fetches."""
         fetches = frozenset(fetch.number for fetch in wanted if fetch.stage is not None)
         compiled = self._compiled
         if compiled is not None and compiled.scope is scope and fetches <= compiled.fetches:

@@ -149,6 +149,7 @@ class ProgramRunner:
         }
 
         def tensors_on(edges: EdgeNames) -> dict[Edge, list[ScopeTensor]]:
+            """Returns the tensors of the variables on each edge; None for no variable."""
             return {
                 edge: [None if name is None else tensors[name] for name in edge_names]
                 for edge, edge_names in edges.items()

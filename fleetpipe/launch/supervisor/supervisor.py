@@ -64,11 +64,11 @@ class Signals:
     """Collects the signals that arrive while :func:`catch_signals` is open."""
 
     def __init__(self, received: socket.socket) -> None:
-        """Takes the socket into which Python writes the number of each signal."""
+        """Stores the socket into which Python writes the number of each signal."""
         self._received = received
 
     def fileno(self) -> int:
-        """Returns the descriptor that becomes readable when a signal arrives."""
+        """Returns the file descriptor that becomes readable when a signal arrives."""
         return self._received.fileno()
 
     def take(self) -> list[int]:
@@ -129,7 +129,7 @@ class LocalRanks:
         self._signalled: set[int] = set()
 
     def fileno(self) -> int:
-        """Returns the descriptor that becomes readable when an attempt ends."""
+        """Returns the file descriptor that becomes readable when an attempt ends."""
         return self._pods.fileno()
 
     def start(self, attempt: Attempt) -> None:
@@ -197,7 +197,7 @@ class LocalRanks:
         self.stop_late(number)
 
     def stop_late(self, number: int) -> None:
-        """Sends the signal of :meth:`stop` to the ranks that have started since."""
+        """Sends signal ``number`` to the ranks that have started since :meth:`stop`."""
         self._signalled = signal_ranks(self._directory, number, excluded=self._signalled)
         if not self._signalled:
             self._pods.stop()

@@ -242,7 +242,7 @@ def _pack(header: Header | tuple[int, ...]) -> bytes:
 
 @functools.lru_cache(_KNOWN_HEADERS)
 def _unpack(data: bytes) -> Header:
-    """Reads and checks the result of :func:`_pack`; see :func:`unpack_header`."""
+    """Returns the header in the bytes that :func:`_pack` made, after a check of the checksum."""
     magic, version, *fields, checksum = _WHOLE.unpack(data)
     if magic != MAGIC or checksum != zlib.crc32(data[: _FIELDS.size]):
         raise TransportError(
