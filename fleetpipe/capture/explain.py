@@ -99,7 +99,7 @@ def explain(
     capturer = Capturer(model, example, kinds, shape_inputs=shape_inputs)
     require_same_calls(capturer)
     signature = capturer.example_signature
-    training, evaluation = capturer(signature, True), capturer(signature, False)
+    training, evaluation = capturer(signature, training=True), capturer(signature, training=False)
     named, refused = find_cut_points(training, evaluation)
     return Explanation(
         training,

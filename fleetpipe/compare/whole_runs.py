@@ -235,9 +235,8 @@ def run(variant: Variant, script: Sequence[str], folder: Path, limit: float | No
     stops = [("--stop-after", str(variant.stop_after)), ()] if variant.stop_after else [()]
     for start, stop in enumerate(stops):
         command = [sys.executable, "-m", "fleetpipe", "parity", *variant.options, *stop]
-        if (
-            "--report" not in variant.options
-        ):  # which compares with one device, and records no trail
+        # With --report the run is compared with one device, and no trail is recorded.
+        if "--report" not in variant.options:
             command += ["--record", str(folder / f"trail-{start}")]
         if variant.ranks > 1:
             command += ["--nproc", str(variant.ranks), "--log-dir", str(folder / "logs")]

@@ -179,13 +179,13 @@ def in_order(differences: Sequence[Difference], layers: Sequence[str]) -> list[D
     """
     position = {name: index for index, name in enumerate(layers)}
 
-    def key(difference: Difference) -> tuple[int, int]:
+    def place_in_computation(difference: Difference) -> tuple[int, int]:
         place = position.get(difference.name.partition(",")[0], len(layers))
         if difference.quantity == "gradient":
             place = -place  # gradients are computed from the loss backwards
         return QUANTITIES.index(difference.quantity), place
 
-    return sorted(differences, key=key)
+    return sorted(differences, key=place_in_computation)
 
 
 def usual_tolerance(pipeline: PipelineParallel, reference: Reference) -> float:

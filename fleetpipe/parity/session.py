@@ -105,7 +105,9 @@ class Evaluations:
         """
         batch = RepeatedBatch((inputs, None), self._pipeline.accumulate_steps)
         run = functools.partial(call, inputs, broadcast)
-        result, outputs, differences = self._evaluate_both("predict_batch", step, run, batch, False)
+        result, outputs, differences = self._evaluate_both(
+            "predict_batch", step, run, batch, losses=False
+        )
         expected = join_outputs(outputs) if broadcast or self._owns_last_stage else None
         differences += compare_values("output", "predict_batch", step, result, expected, part_of)
         return result, differences

@@ -369,12 +369,12 @@ def resolve_split_spec(
         PartitionError: "auto" finds no cut.
     """
     signature = capturer.example_signature
-    training = capturer(signature, True)
+    training = capturer(signature, training=True)
     if isinstance(spec, PipelinePlan):
         # The inputs come first, and the outputs last.
         names = ["inputs", *(node.name for node in training.nodes), "outputs", *head]
         spec.require_layers(names)
-        named, _ = find_cut_points(training, capturer(signature, False))
+        named, _ = find_cut_points(training, capturer(signature, training=False))
         firsts = spec.partition.boundaries[1 : spec.schedule.placement.body]
         return tuple(named[first - 1] for first in firsts), None
     if not isinstance(spec, str) or spec != AUTO:
@@ -384,7 +384,7 @@ def resolve_split_spec(
             'split_spec="auto" needs the number of stages',
             fix="call fleet.init with a pp_degree first, or pass num_stages",
         )
-    evaluation = capturer(signature, False)
+    evaluation = capturer(signature, training=False)
     named, _ = find_cut_points(training, evaluation)
     if len(named) < stages - 1:
         raise PartitionError(

@@ -148,6 +148,7 @@ def require_state(state: Any) -> None:
     if state is None:
         return
     for name, value in state.items() if isinstance(state, dict) else [(None, state)]:
+        # An object with a state needs a method to set it; a plain value has neither.
         can_be_restored = hasattr(value, "state_dict") == callable(_state_setter(value))
         if not isinstance(name, str) or not can_be_restored:
             raise ConfigError(
@@ -186,12 +187,16 @@ def trees_for_rank(saved: Mapping[str, Any], coordinates: RankCoordinates) -> Tr
     trees_by_rank = [saved["states"][index] for index in saved["of_rank"]]
     for name in dict.fromkeys(name for trees in trees_by_rank for name in trees):
         candidates = [
-            (p, trees[name]) for p, trees in zip(all_coordinates, trees_by_rank) if name in trees
+            (place, trees[name])
+            for place, trees in zip(all_coordinates, trees_by_rank)
+            if name in trees
         ]
-        matching = [tree for p, tree in candidates if p == coordinates]
+        matching = [tree for place, tree in candidates if place == coordinates]
         # Any replica of the same part of the model.
         matching += [
-            tree for p, tree in candidates if p._replace(replica=coordinates.replica) == coordinates
+            tree
+            for place, tree in candidates
+            if place._replace(replica=coordinates.replica) == coordinates
         ]
         trees = [tree for _, tree in candidates]
         if not matching and any(tree != trees[0] for tree in trees):

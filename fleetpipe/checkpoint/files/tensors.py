@@ -147,7 +147,7 @@ def layout_of(tensors: Mapping[str, Described], made_for: str = "pd") -> Layout:
         code = CODES[tensor.dtype]
         entries[name] = {"dtype": code, "shape": tensor.shape, "data_offsets": [begins[name], end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _LENGTH_BYTES)
+    text += b" " * (-len(text) % _LENGTH_BYTES)  # so that the first tensor is aligned
     header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
     stored = {name: Stored(tensor, len(header) + begins[name]) for name, tensor in ordered}
     return Layout(header, stored, len(header) + end)

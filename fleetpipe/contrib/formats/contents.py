@@ -101,7 +101,9 @@ class Checkpoint:
 
     def plan_of_files(self) -> FilePlan:
         """Returns the safetensors files that a save of the checkpoint writes, and their tensors."""
-        holdings = {name: Holding(one.described, None, False) for name, one in self.tensors.items()}
+        holdings = {
+            name: Holding(one.described, None, differs=False) for name, one in self.tensors.items()
+        }
         return plan_files([Inventory(holdings)])
 
 
