@@ -179,7 +179,7 @@ def _mark_value(value: Any, visited: dict[int, object]) -> object:
     ``visited`` has, by id, the values that have a mark already. They are left out, and kept alive.
     """
     if isinstance(value, _NUMBERS):
-        return type(value), value if value == value else "nan"
+        return type(value), value if value == value else "nan"  # since NaN is unequal to itself
     if isinstance(value, paddle.Tensor):
         return SameObject(value), value.inplace_version
     if id(value) in visited:

@@ -117,6 +117,7 @@ def keep(layer: Layer, value: Nest) -> None:
             fix="keep one value, a tuple say; build a layer for each call",
         )
     now.kept[id(layer)] = value
+    # Later slices use leaves of the graph, whose gradients then continue in this slice's backward.
     now.leaves[id(layer)] = map_tensors(leaf_like, value)
 
 
@@ -129,7 +130,7 @@ def _current_slice() -> _Slice | None:
     if not _running:
         return None
     now = _running[-1]
-    if now is None:
+    if now is None:  # which a backward puts on the stack
         raise UsageError(
             "a layer that keeps values between slices is called again in a backward",
             cause="recompute, which cannot tell slices apart",
@@ -261,16 +262,16 @@ def bounds(length: int, slicing: Slicing) -> Bounds:
         slicing: How the sequence is cut.
     """
     slices = slices_in(slicing)
-    if isinstance(slicing, int):
+    if isinstance(slicing, int):  # equal slices, of which the first ``longer`` have one more
         size, longer = divmod(length, slices)
         ends = [(index + 1) * size + min(index + 1, longer) for index in range(slices)]
         return list(zip([0, *ends], ends))
-    total, before, ends = sum(slicing), 0, []
-    for index, share in enumerate(accumulate(slicing)):
+    total, end, ends = sum(slicing), 0, []
+    for index, shares_so_far in enumerate(accumulate(slicing)):
         # To the nearest position, half up; and a position is left for each slice that follows.
-        nearest = (2 * length * share + total) // (2 * total)
-        before = max(before + 1, min(nearest, length - (slices - 1 - index)))
-        ends.append(before)
+        nearest = (2 * length * shares_so_far + total) // (2 * total)
+        end = max(end + 1, min(nearest, length - (slices - 1 - index)))
+        ends.append(end)
     return list(zip([0, *ends], ends))
 
 
