@@ -90,6 +90,8 @@ class VPPFhenBInBalancedMemory(PipelineParallelWithInterleaveFthenB):
 class DualPipeVParallel(PipelineParallel):
     """The class for the schedule DualPipeV: data and loss are both on rank 0."""
 
+    schedule_name = "DualPipeV"
+
 
 def wrap(layers: PipelineLayer) -> PipelineParallel:
     """Wraps a model for the current job, in the class that Fleet would choose. Collective.
@@ -103,7 +105,7 @@ def wrap(layers: PipelineLayer) -> PipelineParallel:
     config, ranks = PipelineConfig.from_strategy(strategy), job.degrees.pp
     if ranks == 1:
         return NoPipelineParallel(layers, strategy)
-    if layers.arrangement.schedule(config).name == "DualPipeV":
+    if layers.arrangement.schedule(config).name == DualPipeVParallel.schedule_name:
         return DualPipeVParallel(layers, job.hcg, strategy)
     if layers.get_num_virtual_stages() == 1:
         return PipelineParallel(layers, job.hcg, strategy)

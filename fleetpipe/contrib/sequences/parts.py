@@ -20,7 +20,7 @@ from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph.nest import map_tensors, tensors_of
 from fleetpipe.dygraph.tensor_parallel.groups import is_alone
 from fleetpipe.errors import ConfigError
-from fleetpipe.job.job import current_job
+from fleetpipe.job.job import Job, current_job
 from fleetpipe.mesh.groups import Group, SoleGroup
 from fleetpipe.paddle_api import paddle
 
@@ -35,6 +35,16 @@ class SequenceRanks(NamedTuple):
 
     sep: Group
     cp: Group
+
+    @classmethod
+    def of(cls, job: Job | None) -> SequenceRanks:
+        """Returns the ranks that share sequences in a job.
+
+        Without a job, in a job of one process and within ``alone()``, it is this process only.
+        """
+        if job is None or job.local or is_alone():
+            return cls(SoleGroup(), SoleGroup())
+        return cls(job.along("sep"), job.along("cp"))
 
     @property
     def ranks(self) -> int:
@@ -185,10 +195,7 @@ def sequence_ranks() -> SequenceRanks:
 
     Without a job, in a job of one process and within ``alone()``, it is this process only.
     """
-    job = current_job()
-    if job is None or job.local or is_alone():
-        return SequenceRanks(SoleGroup(), SoleGroup())
-    return SequenceRanks(job.along("sep"), job.along("cp"))
+    return SequenceRanks.of(current_job())
 
 
 def own_part(value: Nest, axis: int = 1) -> Nest:
