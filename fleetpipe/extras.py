@@ -39,7 +39,7 @@ def extra(name: str) -> Any:
     """Returns a module of ``fleetpipe.contrib``, which the core and the standard ring never import.
 
     Args:
-        name: The module's path below ``contrib``, as ``"view.reporting"``.
+        name: The module's path below ``contrib``, such as ``"view.reporting"``.
     """
     return importlib.import_module(f"fleetpipe.contrib.{name}")
 

@@ -318,7 +318,7 @@ def end_session(leader: int) -> None:
 def lock(descriptor: int, *, shared: bool = False, wait: bool = True) -> bool:
     """Locks a file until this descriptor and its copies in forked processes are closed.
 
-    The lock stays if another process opens and closes the file, as one that copies the folder does.
+    The lock stays if another process opens and closes the file, for example to copy the folder.
 
     Args:
         descriptor: The file, opened to be written or, for a shared lock, to be read.

@@ -27,7 +27,7 @@ _OF_THE_WRAPPER = ("train_batch", "eval_batch", "predict_batch", "forward_backwa
 
 
 class NotWrapped(UsageError, AttributeError):
-    """The user looked up a method of the wrapped model, as ``train_batch``, in a ``PipelineLayer``.
+    """A ``PipelineLayer`` was asked for a method of the wrapped model, such as ``train_batch``.
 
     It is an AttributeError, so that ``hasattr`` returns False.
     """

@@ -147,7 +147,7 @@ def _whole_costs(
     Args:
         layers: The model.
         samples: The sample of each layer.
-        sizes: The bytes of each layer's state, by number, as of :func:`layer_meter.state_bytes`.
+        sizes: The result of :func:`layer_meter.state_bytes` for each layer, by number.
         whole: The times of stages with B.
         split: The times of stages with I and W.
 

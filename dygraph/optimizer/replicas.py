@@ -172,7 +172,7 @@ def assign_owners(parameters: Sequence[Tensor], ranks: int) -> dict[int, int]:
 
 
 def reduce_all(
-    parameters: Sequence[Tensor], job: Job, share: float, shards: Shards | None = None
+    parameters: Sequence[Tensor], job: Job, factor: float, shards: Shards | None = None
 ) -> None:
     """Adds up gradients over all copies of a stage, those of experts over the experts' copies.
 
@@ -184,7 +184,7 @@ def reduce_all(
     Args:
         parameters: This rank's parameters, the same on every copy.
         job: The job.
-        share: The factor of each gradient.
+        factor: The number by which each gradient is multiplied.
         shards: The owners of parameters in a sharded optimizer; None if each rank steps all.
 
     Raises:
@@ -196,14 +196,14 @@ def reduce_all(
     ranks_with_same_tokens = job.degrees.mp if job.degrees.ep > 1 else 1
     of_split_sequences = [p for p in experts if is_sequence_parallel_parameter(p)]
     of_whole_sequences = [p for p in experts if not is_sequence_parallel_parameter(p)]
-    _reduce_copies([p for p in parameters if not is_spread(p)], job.copies(), job, share, shards)
-    _reduce_copies(of_split_sequences, job.expert_copies(), job, share, shards)
-    expert_share = share / ranks_with_same_tokens
-    _reduce_copies(of_whole_sequences, job.expert_copies(), job, expert_share, shards)
+    _reduce_copies([p for p in parameters if not is_spread(p)], job.copies(), job, factor, shards)
+    _reduce_copies(of_split_sequences, job.expert_copies(), job, factor, shards)
+    expert_factor = factor / ranks_with_same_tokens
+    _reduce_copies(of_whole_sequences, job.expert_copies(), job, expert_factor, shards)
 
 
 def _reduce_copies(
-    parameters: Sequence[Tensor], copies: Group, job: Job, share: float, shards: Shards | None
+    parameters: Sequence[Tensor], copies: Group, job: Job, factor: float, shards: Shards | None
 ) -> None:
     """Adds up gradients over ``copies``; in ZeRO stage 2 each sum goes to its owner alone.
 
@@ -211,7 +211,7 @@ def _reduce_copies(
         parameters: Parameters of this rank: only experts', or none of experts'.
         copies: The ranks that hold the same parameters.
         job: The job.
-        share: The factor of each gradient.
+        factor: The number by which each gradient is multiplied.
         shards: The owners of parameters in a sharded optimizer; None if each rank steps all.
     """
     scattered = [] if shards is None else shards.scattered_parameters(parameters)
@@ -220,19 +220,19 @@ def _reduce_copies(
         by_tree = job.sums_by_tree
         # First over the ranks that share the optimizer's state; then over the ranks that own the
         # same optimizer shard.
-        reduce_gradients(scattered, shards.members(spread), share, shards.owner, by_tree)
+        reduce_gradients(scattered, shards.members(spread), factor, shards.owner, by_tree)
         kept = [parameter for parameter in scattered if shards.owns(parameter)]
         reduce_gradients(kept, job.beside_sharding(spread), by_tree=by_tree)
     scattered_ids = {id(parameter) for parameter in scattered}
     rest = [parameter for parameter in parameters if id(parameter) not in scattered_ids]
     if rest:
-        reduce_gradients(rest, copies, share, by_tree=job.sums_by_tree)
+        reduce_gradients(rest, copies, factor, by_tree=job.sums_by_tree)
 
 
 def reduce_gradients(
     parameters: Sequence[Tensor],
     group: Group,
-    share: float = 1.0,
+    factor: float = 1.0,
     owner_of: Callable[[Tensor], int] | None = None,
     by_tree: bool = False,
 ) -> None:
@@ -243,7 +243,7 @@ def reduce_gradients(
     Args:
         parameters: This rank's parameters, the same on every replica.
         group: The replicas: all ranks of dp and sharding that hold these parameters.
-        share: The factor of each gradient.
+        factor: The number by which each gradient is multiplied.
         owner_of: Returns the member that keeps the gradient of a parameter; None if all do.
         by_tree: Whether to add up over the members by a tree.
 
@@ -251,7 +251,7 @@ def reduce_gradients(
         ConfigError: A gradient is sparse.
         PipelineTimeout: Some replica did not come within the limit.
     """
-    if group.ranks == 1 and share == 1.0:
+    if group.ranks == 1 and factor == 1.0:
         return
     present = [gradient_of(parameter) is not None for parameter in parameters]
     flags_of_members = group.all_gather("".join("01"[flag] for flag in present))
@@ -270,10 +270,10 @@ def reduce_gradients(
         used.append(parameter)
     for bucket in _group_into_buckets(used):
         if owner_of is None:
-            _all_reduce_bucket(bucket, group, share, by_tree)
+            _all_reduce_bucket(bucket, group, factor, by_tree)
         else:
             owned = [[p for p in bucket if owner_of(p) == rank] for rank in range(group.ranks)]
-            _reduce_scatter_bucket(owned, group, share, by_tree)
+            _reduce_scatter_bucket(owned, group, factor, by_tree)
 
 
 def average_losses(
@@ -298,7 +298,7 @@ def average_losses(
 def share_in_mean(counted: int, group: Group) -> Fraction:
     """Returns the weight of this member's mean in that of the group. Collective.
 
-    The weight is relative to an equal share: 1 if all members average over as many values.
+    The weight is relative to an equal weight: 1 if all members average over as many values.
 
     Args:
         counted: The number of values over which this member averages, such as rows.
@@ -327,11 +327,13 @@ def _group_into_buckets(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 @paddle.no_grad()
-def _all_reduce_bucket(bucket: Sequence[Tensor], group: Group, share: float, by_tree: bool) -> None:
-    """Replaces the gradients of parameters by their sum over ``group``, each times ``share``."""
+def _all_reduce_bucket(
+    bucket: Sequence[Tensor], group: Group, factor: float, by_tree: bool
+) -> None:
+    """Replaces the gradients of parameters by ``factor`` times their sum over ``group``."""
     # Paddle's fused_allreduce_gradients_with_group works in its own groups alone, asserts where a
     # gradient is sparse, and does not meet the others before it enters Gloo.
-    flat = _flatten_gradients(bucket, share)
+    flat = _flatten_gradients(bucket, factor)
     if by_tree:
         flat = _total_by_tree(flat, group)
     else:
@@ -352,19 +354,19 @@ def _total_by_tree(flat: Tensor, group: Group) -> Tensor:
 
 @paddle.no_grad()
 def _reduce_scatter_bucket(
-    owned: Sequence[Sequence[Tensor]], group: Group, share: float, by_tree: bool
+    owned: Sequence[Sequence[Tensor]], group: Group, factor: float, by_tree: bool
 ) -> None:
     """Replaces each gradient by its sum over ``group`` on its owner, and frees it elsewhere.
 
     Args:
         owned: The parameters of a bucket, by owner: for each member those that it owns.
         group: The members.
-        share: The factor of each gradient.
+        factor: The number by which each gradient is multiplied.
         by_tree: Whether to add up over the members by a tree.
     """
     first = next(parameter for of_owner in owned for parameter in of_owner)
     nothing = paddle.zeros([0], gradient_of(first).dtype)
-    flat = [_flatten_gradients(of_owner, share) if of_owner else nothing for of_owner in owned]
+    flat = [_flatten_gradients(of_owner, factor) if of_owner else nothing for of_owner in owned]
     for rank, of_owner in enumerate(owned):
         if rank != group.rank:
             drop_gradients(of_owner)
@@ -375,10 +377,10 @@ def _reduce_scatter_bucket(
     _set_from_flat(total, owned[group.rank])
 
 
-def _flatten_gradients(parameters: Sequence[Tensor], share: float) -> Tensor:
-    """Returns the gradients of parameters, times ``share``, one after another in one tensor."""
+def _flatten_gradients(parameters: Sequence[Tensor], factor: float) -> Tensor:
+    """Returns the gradients of parameters, times ``factor``, one after another in one tensor."""
     flat = paddle.concat([gradient_of(parameter).reshape([-1]) for parameter in parameters])
-    return flat.scale_(share)
+    return flat.scale_(factor)
 
 
 def _set_from_flat(flat: Tensor, parameters: Sequence[Tensor]) -> None:

@@ -32,7 +32,7 @@ from fleetpipe.schedules import Placement
 
 
 class LayerInParts:
-    """A layer of whose weights this process holds only parts, as of a vocabulary head."""
+    """A layer of whose weights this process holds only parts, such as a vocabulary head."""
 
     def __init__(
         self, parts: Mapping[str, Sequence[Tensor]], group: Callable[[], Group] = SoleGroup

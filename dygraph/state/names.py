@@ -43,7 +43,7 @@ BufferSlot = tuple[dict[str, Tensor], str]
 
 
 class ModelWithParts(paddle.nn.Layer):
-    """A model that may hold only parts of weights, as of a vocabulary head; it loads whole ones."""
+    """A model that may hold parts of weights, such as a vocabulary head's; it loads whole ones."""
 
     def set_state_dict(
         self, state_dict: Mapping[str, Any], use_structured_name: bool = True
@@ -61,7 +61,7 @@ class Slot(NamedTuple):
     Attributes:
         name: The fully qualified name.
         shape: The shape of the full tensor, from all shards along mp.
-        part: Which part of a whole weight it is, as of a vocabulary head; None if it is whole.
+        part: Which part of a whole weight it is, such as a vocabulary head's; None if it is whole.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Slot(NamedTuple):
 
 
 def join_parts(slots: Iterable[Slot]) -> list[Slot]:
-    """Returns slots in which one slot of a whole weight replaces the slots of its parts."""
+    """Returns ``slots`` with one slot of each whole weight in place of the slots of its parts."""
     return list(dict.fromkeys(slot.whole for slot in slots))
 
 
@@ -166,9 +166,9 @@ def _state_of(source: Layer | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pair_with_slots(slots: Sequence[Slot], state: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Returns for each slot the name and the tensor of a state that belong to it.
+    """Returns for each slot the name and the tensor in ``state`` that belong to it.
 
-    They are matched by name if the names are equal, else by order.
+    Tensors are matched with slots by name if the names are equal, else by order.
 
     Raises:
         CheckpointError: The state has another number of tensors, or other shapes.

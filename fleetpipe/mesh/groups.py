@@ -178,7 +178,7 @@ class Group(Protocol):
     def reduce_scatter(self, parts: Sequence[Any]) -> Any:
         """Returns the sum of the parts that all members have for this one. Collective.
 
-        They are added in the members' order, so that the bits depend on no timing.
+        The parts are added in the members' order, so that the bits depend on no timing.
 
         Args:
             parts: A tensor for each member, of the same shape and dtype on all members.

@@ -225,7 +225,7 @@ def split_axis(tensor: Tensor) -> int | None:
 def shard_axis(tensor: Tensor) -> str:
     """Returns the axis of the mesh along which ranks hold the other shards of a parameter.
 
-    It is "" for a parameter that is no shard.
+    The result is "" for a parameter that is no shard.
     """
     part = attached_part(tensor)
     if part is not None and part.is_shard:

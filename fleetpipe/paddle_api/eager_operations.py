@@ -256,7 +256,7 @@ def _pass_to_listener(
 def _method_to_listener(choose: _Choice, event: str, function: Function) -> Function:
     """Returns a method of Tensor that acts as :func:`_pass_to_listener` for ``function``.
 
-    It is a function, as a ``partial`` in a class would not get the tensor.
+    The result is a function, since a ``partial`` in a class would not get the tensor.
     """
 
     def method(*args: Any, **named: Any) -> Any:

@@ -80,7 +80,7 @@ def is_pir(program: Program) -> bool:
 
 
 def dtype_name(value: Variable) -> str:
-    """Returns the name of the dtype of a program's value, as ``float32``."""
+    """Returns the name of the dtype of a program's value, such as ``float32``."""
     name = numpy_dtype_name(value)
     return "bfloat16" if name == "uint16" else name
 
@@ -209,7 +209,7 @@ def is_decorated(optimizer: Optimizer) -> bool:
 
 
 def has_step_of_its_own(optimizer: Optimizer) -> bool:
-    """Returns whether an optimizer does more than update parameters, as ``LookAhead`` does."""
+    """Returns whether an optimizer, such as ``LookAhead``, does more than update parameters."""
     return not isinstance(optimizer, paddle.optimizer.Optimizer) or hasattr(
         optimizer, "inner_optimizer"
     )

@@ -145,8 +145,8 @@ class PlanTask:
     def cuts(self, shape: Placement) -> list[Boundaries]:
         """Returns the first cuts to try on a placement.
 
-        They are even in the number of layers, in time, in time with transfers, and in memory; only
-        the first one if cuts are not searched.
+        The cuts are even in the number of layers, in time, in time with transfers, and in memory;
+        the result has only the first one if cuts are not searched.
         """
         parts, places, count = shape.body, self.profile.cuts, self.profile.body
         starts = [0, *places]

@@ -100,8 +100,8 @@ class LayerCost:
         waiting: Bytes that stay allocated between I and W.
         working: The most additional bytes that an action uses while it runs.
         saved: Bytes of ``held`` that recompute saves; 0: it is never recomputed.
-        exchanges: Number of exchanges of its F and B with other ranks of the stage, as of experts
-            along ep and attention along sep and cp.
+        exchanges: Number of exchanges of its F and B with other ranks of the stage, such as those
+            of experts along ep and of attention along sep and cp.
         exchanged: Bytes that F and B send in these exchanges.
         expert_share: The part of its times, 0 to 1, in which its experts compute.
         expert_parameters: Bytes of ``parameters`` that are of experts.

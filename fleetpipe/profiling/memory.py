@@ -109,7 +109,7 @@ class _Moments(NamedTuple):
 def static_bytes(stages: Sequence[StageCost], optimizer_copies: float) -> int:
     """Returns the bytes that some stages of a rank need at any time.
 
-    These are parameters, gradients, buffers and the optimizer's state.
+    Those are the bytes of parameters, gradients, buffers and the optimizer's state.
 
     Args:
         stages: The costs of the stages.

@@ -252,7 +252,7 @@ def parse_op(token: str, slices: int | None = None) -> Op | None:
     """Reads one operation of a plan; None if the text is malformed.
 
     Args:
-        token: The text, as ``str`` writes an operation: ``"F0.3"``, ``"SF0>1.3"``, ``"STEP"``.
+        token: The text of an operation, such as ``"F0.3"``, ``"SF0>1.3"`` or ``"STEP"``.
         slices: Slices of a micro-batch; None if that is not known.
     """
     if token == "REDUCE":

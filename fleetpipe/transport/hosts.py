@@ -72,7 +72,8 @@ def host_name() -> str:
 def own_address() -> str:
     """Returns the address at which other hosts are to reach this one.
 
-    It is the first of these that is there: ``FLEETPIPE_ADDRESS``; the address that the launcher
+    The address is the first of these that is there: ``FLEETPIPE_ADDRESS``; the one that the
+    launcher
     gave to this rank, unless it is a loopback address and the job has several hosts; the address
     from which this host reaches the others; the address of this host's name.
 

@@ -175,7 +175,7 @@ class PirStage:
     def _replace(self, value: Variable, variable: str) -> Variable:
         """Makes all users of a value read the scope's variable ``variable``; returns what is read.
 
-        It is called before the operation that computes the value is removed.
+        Call it before the operation that computes the value is removed.
         """
         replacement = pir_values.placeholder(variable, value)
         value.replace_all_uses_with(replacement)

@@ -368,7 +368,7 @@ def _describe_failure(number: int, verdict: Verdict) -> str:
 
 
 def _describe_progress(verdict: Verdict) -> str:
-    """Returns how many steps ran, as a part of a line; "" if the step that failed is known."""
+    """Returns a phrase that says how many steps ran; "" if the step that failed is known."""
     if verdict.done is None:
         return ""
     steps = "1 step" if verdict.done == 1 else f"{verdict.done} steps"

@@ -216,7 +216,7 @@ def _lists_as_tuples(value: object) -> object:
 
 
 def _read_edges(text: str, placement: Placement) -> tuple[Edge, ...]:
-    """Reads the edges of a plan's header, as ``0>1,0>2:mask``; they have to be sorted."""
+    """Reads the edges in a plan's header, such as ``0>1,0>2:mask``, which have to be sorted."""
     edges = []
     for word in text.split(",") if text else ():
         edge = parse_edge(word)

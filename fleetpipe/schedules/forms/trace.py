@@ -74,7 +74,7 @@ class Event(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """The bubble of some events, as ``Timeline`` has it.
+    """The figures of some events from which their bubble follows.
 
     Attributes:
         span: Longest time that a rank takes from its first action to its last.

@@ -212,7 +212,7 @@ def flat_bytes(tensors: list[Tensor]) -> list[Tensor]:
 def byte_buffers(leaves: Iterable[TensorLeaf]) -> list[Tensor]:
     """Returns CPU tensors of bytes in which the tensors of :func:`flat_bytes` can be received.
 
-    They are created without any operation of Paddle's, so that any thread can do it in any mode.
+    The tensors are created without an operation of Paddle's, so any thread can do it in any mode.
 
     Args:
         leaves: The dtypes and shapes of the tensors; those without data get no buffer.
