@@ -168,8 +168,8 @@ def test_a_step_and_a_save_enter_few_files(tmp_path: Path) -> None:
         manager.save(1, model=model, optimizer=optimizer)
         step = files_entered(lambda: model.train_batch(batch(), optimizer))
         save = files_entered(lambda: manager.save(2, model=model, optimizer=optimizer))
-    assert len(step) <= 54, sorted(step)
-    assert len(save) <= 37, sorted(save)
+    assert len(step) <= 41, sorted(step)
+    assert len(save) <= 32, sorted(save)
 
 
 def test_nothing_grows_from_step_to_step() -> None:
