@@ -109,6 +109,17 @@ def test_large_models_are_cut_into_files(tmp_path: Path, monkeypatch: pytest.Mon
         assert own.numpy().tobytes() == its.numpy().tobytes()
 
 
+def test_a_first_tensor_may_have_no_values(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("a_cache", paddle.zeros([0, 4]))
+    fleetpipe.CheckpointManager(tmp_path).save(1, model=model)
+    other = nn.Linear(2, 2)
+    other.register_buffer("a_cache", paddle.zeros([0, 4]))
+    fleetpipe.load_single(other, tmp_path)
+    assert other.a_cache.shape == [0, 4]
+    assert np.array_equal(other.weight.numpy(), model.weight.numpy())
+
+
 def held(shape: tuple[int, ...], cut: Region | None = None) -> LocalTensor:
     return LocalTensor(np.zeros(shape, "float32"), cut)
 

@@ -470,10 +470,10 @@ def _split_into_files(group: str, tensors: Mapping[str, Described]) -> dict[str,
     A file has at most ``FILE_BYTES``, or one larger tensor.
     """
     contents: list[dict[str, Described]] = []
-    # The bytes of the last file so far; at first as if a file were full, so that one begins.
-    filled = FILE_BYTES
+    # The bytes of the last file so far.
+    filled = 0
     for name, tensor in tensors.items():
-        if filled + tensor.nbytes > FILE_BYTES and filled:
+        if not contents or (filled and filled + tensor.nbytes > FILE_BYTES):
             contents.append({})
             filled = 0
         contents[-1][name] = tensor
