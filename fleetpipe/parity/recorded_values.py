@@ -83,7 +83,8 @@ def record_stages(layers: PipelineLayer) -> AbstractContextManager[Outputs]:
 def _recording_hook(recorded: list[Tensor]) -> Callable[[Layer, Nest, Nest], None]:
     """Returns a hook on a layer that appends copies of the layer's outputs to ``recorded``."""
 
-    # No partial: the search for values that stages leave for each other would enter it.
+    # No partial: the search for tensors that stages share (``HiddenUses``) enters partials, and
+    # would find ``recorded``.
     def append_copies(_layer: Layer, _inputs: Nest, output: Nest) -> None:
         # Copies, since the next layer may work in place; across a border of stages it cannot.
         if not (_in_backward.get() or is_trial()):

@@ -262,24 +262,30 @@ class Reference:
         return {name: dense(t.grad, t) for name, t in tensors if t.grad is not None}
 
     def hidden_places(self) -> dict[str, tuple[dict[str, Tensor], str]]:
-        """Returns, by name, the dict and the key of each buffer that is in no state dict.
+        """Returns the dict and the key of each buffer that :attr:`names` lacks, by pipeline's name.
 
-        Of a user's own model these are the buffers of layers that own parameters: the pipeline has
-        no names for other layers.
+        Most are in no state dict. Of a user's own model these are buffers of layers that own
+        parameters: the pipeline has no names for other layers.
         """
         if isinstance(self.model, SingleModel):
             places = self.model.hidden_buffers()
             for name in self.model.state_dict().keys() - self.names.keys():
-                holder, _, key = name.rpartition(".")
-                places[name] = buffers_in(layer_at(self.model, holder)), key
+                path, _, key = name.rpartition(".")
+                places[name] = buffers_in(layer_at(self.model, path)), key
             return places
-        owners = {inner.rpartition(".")[0]: n.rpartition(".")[0] for inner, n in self.names.items()}
-        return {
-            f"{owners[path]}.{name}": (holder, name)
-            for path, layer in self.model.named_sublayers(include_self=True)
-            for holder, name in state_slots(layer)
-            if path in owners and f"{owners[path]}.{name}" not in self.names.values()
+        places, named = {}, set(self.names.values())
+        pipeline_paths = {
+            name.rpartition(".")[0]: in_pipeline.rpartition(".")[0]
+            for name, in_pipeline in self.names.items()
         }
+        for path, layer in self.model.named_sublayers(include_self=True):
+            if path not in pipeline_paths:
+                continue
+            for tensors, key in state_slots(layer):
+                in_pipeline = f"{pipeline_paths[path]}.{key}"
+                if in_pipeline not in named:
+                    places[in_pipeline] = tensors, key
+        return places
 
     def copy_hidden_buffers(self, pipe: PipelineLayer) -> None:
         """Copies the pipeline's buffers that no state dict has. Collective over the pipeline."""

@@ -131,14 +131,14 @@ class Evaluations:
         keys = self._pipeline.next_keys(training=False)
         with record_stages(self._pipeline.layers) as outputs:
             result = run()
-        inputs, labels, weights, counted = self._share_batches(*batch.parts())
+        inputs, labels, weights, replica_weight = self._share_batches(*batch.parts())
         with self._evaluating(inputs, keys) as (values, expected_outputs):
             if losses:
                 expected = self._compute_losses(values, labels, weights)
             else:
                 expected = [self._reference.model(value) for value in values]
         if losses:
-            expected = self._mean_over_replicas(expected, counted)
+            expected = self._mean_over_replicas(expected, replica_weight)
         suffix = f" of {name}"
         return result, expected, compare_outputs(outputs, expected_outputs, step, call_of=suffix)
 
@@ -167,26 +167,30 @@ class Evaluations:
         """
         pipeline, group, ranks = self._pipeline, pipeline_group(), sequence_parts()
         size, count = pipeline.micro_batch_size, pipeline.accumulate_steps
-        parts = cut_value(inputs, size, count), cut_value(labels, size, count)
-        values = group.broadcast(parts[0], self._owner_of(0))
+        input_parts, label_parts = cut_value(inputs, size, count), cut_value(labels, size, count)
+        input_parts = group.broadcast(input_parts, self._owner_of(0))
         if ranks is not None:
-            values = ranks.whole_batch(values)
-        shares = [Fraction(1, len(values))] * len(values)
-        if sum(pipeline.weights) != 1:
-            weights = [Fraction(1)] * len(values)
-        else:
-            weights = shares_of_rows(labels, size) or shares
+            input_parts = ranks.whole_batch(input_parts)
+        count = len(input_parts)
+        is_mean = sum(pipeline.weights) == 1  # of a summed loss each weight is 1
+        weights = [Fraction(1, count if is_mean else 1)] * count
+        if is_mean:
+            weights = shares_of_rows(labels, size) or weights
         # A message carries integers, and no fractions.
         pairs = [[weight.numerator, weight.denominator] for weight in weights]
-        counted = counted_in(labels) or len(values)
-        labels, pairs, counted = group.broadcast((parts[1], pairs, counted), self._owner_of(-1))
+        replica_weight = counted_in(labels) or count
+        label_parts, pairs, replica_weight = group.broadcast(
+            (label_parts, pairs, replica_weight), self._owner_of(-1)
+        )
         if ranks is not None:
-            labels = ranks.whole_batch(labels)
-        by_tokens = pipeline.token_weights(labels, pipeline.replicas) if labels else None
-        # Weights by tokens are shares of all replicas; of a summed loss each weight is 1.
-        is_mean_of_replica = not by_tokens and sum(pipeline.weights) == 1
-        weights = by_tokens or [Fraction(*pair) for pair in pairs]
-        return values, labels, weights, counted if is_mean_of_replica else 0
+            label_parts = ranks.whole_batch(label_parts)
+        token_weights = (
+            pipeline.token_weights(label_parts, pipeline.replicas) if label_parts else None
+        )
+        if token_weights or not is_mean:
+            replica_weight = 0  # weights by tokens are shares of all replicas
+        weights = token_weights or [Fraction(*pair) for pair in pairs]
+        return input_parts, label_parts, weights, replica_weight
 
     def _compute_losses(
         self, inputs: Iterable[Nest], labels: Sequence[Nest], weights: Sequence[Fraction]
@@ -204,13 +208,16 @@ class Evaluations:
         ]
         return [sum_in_order(by_function) for by_function in zip(*shares)]
 
-    def _mean_over_replicas(self, losses: list[Tensor], counted: int) -> list[Tensor]:
-        """Returns each loss's mean over the replicas; ``counted`` is this one's weight, or 0."""
+    def _mean_over_replicas(self, losses: list[Tensor], replica_weight: int) -> list[Tensor]:
+        """Returns each loss's mean over the replicas.
+
+        ``replica_weight`` is this one's weight, such as its number of rows; 0 if all weigh alike.
+        """
         replicas = self._pipeline.replicas
         if replicas.ranks == 1:
             return losses
-        if counted:
-            share = share_in_mean(counted, replicas)
+        if replica_weight:
+            share = share_in_mean(replica_weight, replicas)
             losses = [weighted(loss, share) for loss in losses]
         return [sum_in_order(each) / replicas.ranks for each in zip(*replicas.all_gather(losses))]
 
