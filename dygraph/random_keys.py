@@ -28,7 +28,7 @@ from fleetpipe.paddle_api.layer import is_patched
 from fleetpipe.paddle_api.random import (
     draw_on_host,
     generators,
-    next_pass_number,
+    next_evaluation_number,
     stream_seeds,
     track_streams,
 )
@@ -326,7 +326,7 @@ def draw_keys(mode: str, python: bool = False, part: int = 0, training: bool = T
     number = draw_on_host(2**31 - 1)
     if states is not None:
         states.put_back()
-        number = hash_to_seed(number, _EVALUATION, next_pass_number())
+        number = hash_to_seed(number, _EVALUATION, next_evaluation_number())
     return Keys(hash_to_seed(number, part) if part else number, python)
 
 
@@ -501,23 +501,28 @@ def keyed_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Callable[[Tenso
     if is_of_library(getattr(hook, "func", hook)):
         return hook
     if is_parameter(tensor):
-        tensor.keyed_hooks = number = getattr(tensor, "keyed_hooks", 0) + 1
-        call_stream, parameter = None, id(tensor)
+        tensor.keyed_hooks = hook_number = getattr(tensor, "keyed_hooks", 0) + 1
+        layer_call_stream, parameter = None, id(tensor)
     else:
         keys = current_keys()
-        call_stream = None if keys is None else keys.next_stream_in_backward()
-        if call_stream is None:
+        layer_call_stream = None if keys is None else keys.next_stream_in_backward()
+        if layer_call_stream is None:
             return hook
 
     @functools.wraps(hook)
     def keyed(grad: Tensor) -> Any:
-        """Calls the hook in its own random stream while a batch runs."""
+        """Calls the hook; while a batch runs, the hook draws random numbers from its own stream.
+
+        That is the stream of the layer's call that registered the hook; a parameter's hook has one
+        for each micro-batch.
+        """
         if (keys := current_keys()) is None:
             return hook(grad)
-        stream = call_stream
+        stream = layer_call_stream
         if stream is None:
             name_hash = keys.name_hashes.get(parameter, 0)
-            stream = name_hash, keys.micro_batch, BACKWARD, number
+            stream = name_hash, keys.micro_batch, BACKWARD, hook_number
+        # The hook is passed too: its code shows which libraries' generators it draws from.
         with keys.within(stream, hook):
             return hook(grad)
 

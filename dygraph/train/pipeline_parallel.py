@@ -225,8 +225,8 @@ class PipelineParallel(PipelineFace):
 
         def evaluate() -> Nest:
             """Runs the batch forward; returns its outputs, or the loss on every rank."""
-            words = "evaluates a batch"
-            with run_forwards(runtime, batches, functions, labels, words=words) as batch:
+            activity = "evaluates a batch"
+            with run_forwards(runtime, batches, functions, labels, activity=activity) as batch:
                 if functions is None:
                     outputs = batch.ordered_outputs()
                     return (
@@ -254,7 +254,7 @@ class PipelineParallel(PipelineFace):
         """
         cut = self._runtime.data.cut(any_rows=True)
         batches = MicroBatches(split_value(inputs, cut, "inputs"), None)
-        with run_forwards(self._runtime, batches, words="predicts") as batch:
+        with run_forwards(self._runtime, batches, activity="predicts") as batch:
             outputs = batch.ordered_outputs()
             output = join_outputs(outputs) if outputs else None
             if not broadcast:
@@ -273,7 +273,7 @@ class PipelineParallel(PipelineFace):
             inputs: The input of each micro-batch, of any sizes; the same on every rank.
             result_of: Called with each output on the rank that owns the last stage; returns the
                 value to store.
-            units: The states that layers keep from one run to the next.
+            units: Sets the states that layers keep from one run to the next, such as a cache.
         """
         batches = MicroBatches(inputs, None)
         return run_forwards(
@@ -281,8 +281,8 @@ class PipelineParallel(PipelineFace):
             batches,
             result_of=result_of,
             units=units,
-            compares=False,
-            words="generates",
+            compares_counts=False,
+            activity="generates",
         )
 
     def profile(self, data: Batch, path: str | Path | None = None) -> Profile:

@@ -286,8 +286,8 @@ def run_forwards(
     labels: Nest = None,
     result_of: Callable[[Nest], Nest] = lambda output: output,
     units: Units = WHOLE,
-    compares: bool = True,
-    words: str = "runs a batch forward",
+    compares_counts: bool = True,
+    activity: str = "runs a batch forward",
 ) -> Iterator[Batch]:
     """Runs a batch forward, and yields its results. Collective.
 
@@ -299,9 +299,10 @@ def run_forwards(
         functions: The loss functions to compute; None to collect the outputs.
         labels: The labels of the whole batch, by whose rows uneven micro-batches are weighted.
         result_of: ``result_of(output)`` returns the value to store for a micro-batch.
-        units: The states that layers keep from one run to the next.
-        compares: Whether to compare the micro-batches of the ranks; some may have none.
-        words: A description of the call, for the error if other ranks make another call.
+        units: Sets the states that layers keep from one run to the next, such as a cache.
+        compares_counts: Whether to compare the numbers of micro-batches of the ranks, of which some
+            may have none.
+        activity: What this call does, for the error if other ranks make another call.
 
     Yields:
         The batch, with its losses or outputs if this process owns the last stage.
@@ -316,14 +317,14 @@ def run_forwards(
     runtime.require_running()
     runtime.job.require_others()
     runtime.data.require(batches, labelled=functions is not None)
-    runtime.job.call(words, replicas=functions is not None)
+    runtime.job.call(activity, replicas=functions is not None)
     keys = runtime.pass_over_forwards()
     if runtime.job.healing is not None:
         # Without keys, layers may draw numbers that a rank with a repeated result does not draw.
         why = "a batch runs forward whose outputs not all ranks have"
         runtime.job.healing.forbid_healing(why, allowed_in_share=keys is not None)
     count = len(batches.inputs or ())
-    if compares:
+    if compares_counts:
         with runtime.job.guarded(lambda: "evaluating"):
             # A rank without data cannot know how many micro-batches will come.
             count = runtime.data.compare(batches, count)

@@ -46,8 +46,9 @@ class ReadyWalker(Walker):
         """Compiles the operations of a rank.
 
         Args:
-            envelope: Returns, for a batch that begins, what the rank may run early.
-            plan: The lowered schedule of the envelope, without fused actions.
+            envelope: Called when a batch begins; returns which actions of the rank may run before
+                their turn.
+            plan: Each rank's actions and messages in order, without fused actions.
             rank: The rank.
             *arguments: The other arguments of :class:`Walker`, with an ``AnyOrderTransport``.
         """
@@ -132,10 +133,12 @@ class ReadyWalker(Walker):
         here.idled += idle
 
     def _choose_segment(self) -> list[int] | None:
-        """Returns the operations that run next; None if the rank has to wait.
+        """Returns an action whose messages are there, with the operations that follow it.
 
-        Before it returns None it stores the messages to wait for, the next action's first, and how
-        long to wait.
+        That is the next action of the schedule. Another one that the envelope allows runs early,
+        once the rank has been idle for a share of that action's shortest time. If the rank has to
+        wait, None is returned, and the messages to wait for, the next action's first, and how long
+        to wait are stored. At the end of the batch, the last operations are returned.
         """
         if self._envelope.finished:
             return self._end
@@ -147,19 +150,19 @@ class ReadyWalker(Walker):
             # Takes the messages that have arrived.
             messages = self._messages_of[action]
             missing = [m for m in messages if Walker._receive(self, *m) is not None]
-            is_head = index == self._envelope.head
-            moment = since
-            if not is_head:
+            is_next = index == self._envelope.head
+            allowed_from = since
+            if not is_next:
                 shortest = self._shortest.get(action[:2], math.inf)
-                moment += self._patience.get(action.kind, PATIENCE) * shortest
+                allowed_from += self._patience.get(action.kind, PATIENCE) * shortest
             if missing:
                 self._awaited += missing
-            elif moment <= now:
+            elif allowed_from <= now:
                 self._envelope.take(index)
-                self.early += not is_head
+                self.early += not is_next
                 return self._segments[index]
             else:
-                self._early_at = min(self._early_at, moment)
+                self._early_at = min(self._early_at, allowed_from)
         return None
 
     def _receive(self, source: int, key: MessageKey) -> Blocked | None:

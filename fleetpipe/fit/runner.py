@@ -322,9 +322,9 @@ class Runner:
             self.pipeline.accumulate_steps = default
 
 
-def _on_host(shares: Tensor) -> Nest:
-    """Returns a tensor as a NumPy array, or the tensor itself if NumPy lacks its dtype."""
-    return shares.numpy() if shares.dtype in (paddle.float32, paddle.float64) else shares
+def _on_host(losses: Tensor) -> Nest:
+    """Returns the losses of micro-batches as a NumPy array; those of 16 bits as the Tensor."""
+    return losses.numpy() if losses.dtype in (paddle.float32, paddle.float64) else losses
 
 
 def _sum_in_order(shares: Nest) -> Nest:

@@ -47,7 +47,7 @@ _STEPS = 10
 #: A run of more steps counts as one without an end.
 _MOST_STEPS = 1 << 40
 #: Seconds between two reads of a number that is in a GPU's memory.
-_CARD_SECONDS = 1.0
+_GPU_READ_SECONDS = 1.0
 
 #: Times of a step: ``cpu`` and ``wall`` as in :class:`StepRow`; the seconds from the step before to
 #: the first action, which are ``data`` and ``save`` together; ``limited``; by rank, the number of
@@ -470,11 +470,11 @@ class RunProgress:
         Args:
             read: Returns the norm; None if it is not known.
             waits: Whether reading waits for a GPU. The watch's thread must not wait: this thread
-                then reads the norm, at most once in ``_CARD_SECONDS``.
+                then reads the norm, at most once in ``_GPU_READ_SECONDS``.
         """
         if not waits:
             self.gradient_norm = read
-        elif self._is_due("norm"):
+        elif self._begin_read_if_due("norm"):
             norm = read()
             self.gradient_norm = lambda: norm
 
@@ -484,9 +484,9 @@ class RunProgress:
         Args:
             loss: The loss; another kind of value is ignored.
             waits: Whether reading it waits for a GPU: it is then read at most once in
-                ``_CARD_SECONDS``.
+                ``_GPU_READ_SECONDS``.
         """
-        if self.figures is not None and (not waits or self._is_due("loss")):
+        if self.figures is not None and (not waits or self._begin_read_if_due("loss")):
             losses = loss if isinstance(loss, list) else [loss]
             names = [f"loss {n}" for n in range(len(losses))] if len(losses) > 1 else ["loss"]
             self._losses = {}
@@ -503,12 +503,15 @@ class RunProgress:
         if self.events is not None:
             self.events.append((kind, text))
 
-    def _is_due(self, name: str) -> bool:
-        """Returns whether the last read is ``_CARD_SECONDS`` old; if so, notes a new one."""
+    def _begin_read_if_due(self, name: str) -> bool:
+        """Returns whether the "norm" or the "loss" may be read from the GPU now; notes a read.
+
+        That is so ``_GPU_READ_SECONDS`` after the last read.
+        """
         now = time.monotonic()
         due = now >= self._due.get(name, 0.0)
         if due:
-            self._due[name] = now + _CARD_SECONDS
+            self._due[name] = now + _GPU_READ_SECONDS
         return due
 
     def begin_step(self) -> None:

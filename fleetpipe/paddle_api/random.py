@@ -88,11 +88,11 @@ def draw_on_host(below: int) -> int:
     return int(drawn.item())
 
 
-def next_pass_number() -> int:
-    """Returns 0, 1, 2, .. in turn since the CPU's generator was seeded, without drawing a number.
+def next_evaluation_number() -> int:
+    """Counts an evaluation: returns 0 after the CPU's generator was seeded, then 1, 2, ..
 
-    The count is the offset in the generator's state, which a CPU does not use otherwise. So
-    checkpoints and ``paddle.set_rng_state`` save and restore it.
+    No random number is drawn. The count is the offset in the generator's state, which a CPU does
+    not use otherwise. So checkpoints and ``paddle.set_rng_state`` save and restore it.
     """
     generator = core.default_cpu_generator()
     described = generator_state(generator.get_state())

@@ -110,9 +110,9 @@ def operands(op: Op) -> Iterator[Variable]:
 
 
 def line_of(op: Op) -> str:
-    """Returns the line of the user's script that created an operation, or one inside it.
+    """Returns ``"FILE, line N"`` of the user's script, where an operation was created.
 
-    It is empty if Paddle has not recorded the line.
+    If that is unknown, the line of the first operation in its blocks with a known one; else "".
     """
     lines = (user_line(created.callstack) for created in (op, *inner_operations(op)))
     return next((line for line in lines if line), "")
@@ -395,10 +395,10 @@ class BackwardGraph:
         return needed
 
     def _last_operations_of_input_grad(self) -> tuple[set[int], set[tuple[int, int]]]:
-        """Returns the last operations for input gradients, and their results for parameters.
+        """Returns the operations at which I, the half for input gradients, ends.
 
-        A last operation exports a gradient for another stage, or computes the gradient of a value
-        that depends on data, from which a parameter's gradient is computed.
+        They export gradients to other stages, or compute gradients from which W computes gradients
+        of parameters. The second set has the latter gradients: (operation, number of its result).
         """
         ends: set[int] = set()
         for_weights: set[tuple[int, int]] = set()
@@ -417,10 +417,13 @@ class BackwardGraph:
         return bool(op.operand_source(0).get_defining_op().name() == DATA)
 
     def _data_gradients(self, end: int) -> set[tuple[int, int]]:
-        """Returns the gradients of data-dependent values that one parameter's gradient needs.
+        """Returns the gradients of activations from which one parameter's gradient is computed.
 
         Args:
             end: The operation that adds the parameter's gradient to its accumulator.
+
+        Returns:
+            For each gradient, the index of the operation that computes it and its result's number.
         """
         gradients: set[tuple[int, int]] = set()
         unvisited, seen = [end], set()
@@ -473,7 +476,7 @@ class BackwardGraph:
         return not taken and result not in for_weights
 
     def _lists_for(self, weights: Collection[int]) -> set[int]:
-        """Returns the operations that make lists of tensors for ``weights``, operations of W.
+        """Returns the operations of I that make lists of tensors for ``weights``, those of W.
 
         They run again in W, the half for parameters, because no variable can save a list.
         """
@@ -482,7 +485,7 @@ class BackwardGraph:
         while unvisited:
             for producer, _ in self._operand_results(unvisited.pop()):
                 is_new = producer not in weights and producer not in lists
-                if is_new and is_free(self._ops[producer]):
+                if is_new and self._ops[producer].name() == COMBINE:
                     lists.add(producer)
                     unvisited.append(producer)
         return lists

@@ -546,10 +546,12 @@ class NodeFinder:
         self._calls[path] += 1
         if layer is not self._model and not self._unopened.opens(path, layer):
 
-            def called(*args: Any, **named: Any) -> Any:
+            def call_layer(*args: Any, **named: Any) -> Any:
+                """Makes the call of the node, whose arguments do not include the layer."""
                 return call(layer, *args, **named)
 
-            return self._single_node(NodeCall(layer, called, args, named, (*self._scopes, scope)))
+            scopes = (*self._scopes, scope)
+            return self._single_node(NodeCall(layer, call_layer, args, named, scopes))
         self._scopes.append(scope)
         self._opened.append(layer)
         self.enter_layer(layer)
@@ -585,10 +587,11 @@ class NodeFinder:
     def recompute(self, call: Function, function: Function, args: tuple[Any, ...]) -> Any:
         """Calls a function that the code passes to Paddle's ``recompute``; returns its output.
 
-        The function is called directly, not recomputed: the pipeline has its own options for that.
+        Inside of a node, ``recompute`` runs. Elsewhere the function is called without it: the
+        pipeline has its own options for that.
 
         Args:
-            call: Calls ``recompute`` itself, which is left to run inside of a node.
+            call: Calls ``recompute(function, *args)``.
             function: The function to recompute.
             args: Its arguments.
         """

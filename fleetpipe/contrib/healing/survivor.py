@@ -42,23 +42,25 @@ _POLL_SECONDS = 0.01
 _CHANGE_SECONDS = 2.0
 
 
-def make_record(batch: Any, before: Any, generators: Any) -> Record:
-    """Returns digests of a training batch that has not run, to compare a repetition with.
+def make_record(batch: Any, state_before: Any, paddle_generators: Any) -> Record:
+    """Returns digests of a training batch before it runs.
+
+    If a rank dies, the process that replaces it must repeat a batch with the same digests.
 
     Args:
         batch: The batch, or a ``ProgramBatch``.
-        before: The state that is neither tensor nor data (``KeptState.collect``), before the batch
-            was read.
-        generators: The states of Paddle's generators that were kept after the step before. If they
-            have not changed, the record leaves them out: in a static program only some ranks draw.
+        state_before: The state that is neither tensor nor data (``KeptState.collect``), before the
+            batch was read.
+        paddle_generators: The states of Paddle's generators after the step before. Unchanged ones
+            are left out, since with a static program only some ranks draw random numbers.
     """
-    # NumPy's and Python's generators matter for the rows alone, which have digests; those of a
-    # program's stages differ between ranks.
+    # NumPy's and Python's generators matter only for the rows, which have digests. The generators
+    # of a static program's stages differ between ranks.
     left_out = {"numpy", "python", "program"}
-    left_out |= {"paddle"} if before["random"]["paddle"] == generators else set()
-    random = {k: v for k, v in before["random"].items() if k not in left_out}
+    left_out |= {"paddle"} if state_before["random"]["paddle"] == paddle_generators else set()
+    random = {k: v for k, v in state_before["random"].items() if k not in left_out}
     # Attributes are compared by name, in ``changed_since``.
-    text = repr({**before, "random": random, "attributes": None})
+    text = repr({**state_before, "random": random, "attributes": None})
     return [*batch.digests, zlib.crc32(text.encode())]
 
 
