@@ -178,6 +178,7 @@ def find_pipeline(program: Program) -> tuple[StaticPipeline | None, bool]:
 def pipeline_of_startup(program: Program) -> StaticPipeline | None:
     """Returns the pipeline that a startup program initialises; None for any other program."""
     startup, pipeline = getattr(program, _STARTUP, None) or (None, None)
+    # A copy of a startup program has its attribute, but does not initialise the pipeline.
     return pipeline if startup is program else None
 
 

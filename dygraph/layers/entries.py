@@ -255,7 +255,7 @@ def _build_lazily(entry: Entry, lent: Mapping[str, Tensor]) -> Any:
 
 
 def _check_built(layer: Any) -> Any:
-    """Returns a new layer, after the rules for its kind, such as mixtures, have checked it."""
+    """Applies the rules for a new layer's kind, such as mixtures of experts, and returns it."""
     for kind in layer_kinds.kinds_of(layer):
         kind.take_built(layer)
     return layer

@@ -244,7 +244,7 @@ class StepMeter(BatchObserver):
         return run_last
 
     def _with_probe(self, instruction: Instruction) -> Instruction:
-        """Wraps an action: times a probe after it."""
+        """Wraps an action: after it, times a probe, fixed work that shows the processor's speed."""
 
         def run_with_probe() -> Blocked | None:
             """Runs the action, and times a probe."""
@@ -260,7 +260,7 @@ class StepMeter(BatchObserver):
 
 
 def _time_probe() -> float:
-    """Runs a probe; returns its processor time in seconds."""
+    """Runs a probe, some additions; returns its processor time in seconds."""
     begin = time.thread_time()
     total = 0
     for number in range(_ADDITIONS):

@@ -94,7 +94,7 @@ def pipeline_of(
 
 
 def single_model_of(network: PipelineLayer) -> Layer:
-    """Returns the whole model in this process, without the pipeline's values of parameters.
+    """Returns the whole model in this process, not with the trained weights: the caller sets them.
 
     Raises:
         ConfigError: The pipeline was cut from a plain model, of which this rank has only a part.

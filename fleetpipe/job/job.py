@@ -59,7 +59,7 @@ class Recovery(Protocol):
     counts: bool
 
     def follow(self, model: Any, scaler: Any, guards: int, drawn: bool) -> None:
-        """Refuses to heal from now on if the batches of a model cannot be repeated.
+        """From now on, lets a death restart the whole job if a model's batches cannot be repeated.
 
         Args:
             model: The model that is trained.
@@ -69,7 +69,7 @@ class Recovery(Protocol):
         """
 
     def refuse(self, why: str) -> None:
-        """Refuses to heal from now on, because of ``why``."""
+        """From now on, lets a death restart the whole job; ``why`` says why no rank is replaced."""
 
     def train(self, begin: Callable[[Any], Any], data: Any, optimizer: Any) -> Any:
         """Trains a batch, and again if another rank dies in it.
@@ -93,8 +93,8 @@ class Recovery(Protocol):
 
         Args:
             why: What cannot be repeated.
-            allowed_in_share: Whether :meth:`share` can repeat it, so that a call there has no
-                effect.
+            allowed_in_share: Whether this call has no effect within ``act`` of :meth:`share`,
+                which is repeated.
         """
 
     def share(

@@ -94,7 +94,7 @@ def note_attention(query: Any, key: Any) -> None:
 
 
 def note_tokens(rows: int, row_bytes: int, counts: Any) -> None:
-    """Notes in the open counters that the experts of this process begin to compute.
+    """Begins the time of this process's experts in each open :func:`counting_traffic`.
 
     Args:
         rows: Tokens that they compute.
@@ -108,7 +108,7 @@ def note_tokens(rows: int, row_bytes: int, counts: Any) -> None:
 
 
 def note_outputs() -> None:
-    """Notes in the open counters that the experts of this process have finished."""
+    """Ends the time of this process's experts in each open :func:`counting_traffic`."""
     for traffic in _counting:
         traffic.expert_seconds += traffic.clock()
 

@@ -46,11 +46,11 @@ def copy_parts(parts: Sequence[Any], rank: int, ranks: int) -> list[Any]:
 
 
 def sum_parts(parts: Sequence[Any], rank: int) -> Any:
-    """Returns the sum of the tensors that all members have for the member ``rank``, in their order.
+    """Returns the sum of the tensors that this member has got from all members, in their order.
 
     Args:
         parts: The tensors, by member.
-        rank: This member.
+        rank: This member, whose own tensor the others must be like.
 
     Raises:
         UsageError: The tensors differ in shape or dtype, or are bools.

@@ -24,7 +24,7 @@ _casts_visible = False
 
 
 def rehearsal_dtype() -> str | None:
-    """Returns the dtype of which a CPU imitates a GPU's half precision now; None if it does not."""
+    """Returns the half precision that a CPU imitates now (see ``rehearse``); None without one."""
     return _rehearsed
 
 

@@ -192,6 +192,7 @@ class _PassiveListener:
         return call(layer, *args, **named)
 
     def recompute(self, call: Function, function: Function, args: tuple[Any, ...]) -> Any:
+        """Calls Paddle's ``recompute(function, *args)``, which is what ``call()`` does."""
         return call()
 
     def shape(self, tensor: Tensor, shape: list[int]) -> list[Any]:

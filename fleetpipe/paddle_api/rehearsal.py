@@ -362,7 +362,7 @@ def rehearse(dtype: str | None) -> None:
 
 
 def _is_rehearsed(dtype: str, place: object) -> bool:
-    """Returns whether a CPU imitates this dtype now; ``place`` is an argument of Paddle's."""
+    """Replaces Paddle's check whether ``place`` supports a dtype: a CPU the imitated one only."""
     return dtype == rehearsal_dtype()
 
 

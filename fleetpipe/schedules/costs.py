@@ -141,7 +141,7 @@ class Costs:
         return cls(**costs)
 
     def check_stages(self, stages: int) -> None:
-        """Raises ConfigError if some costs are given for each of another number of stages."""
+        """Raises ConfigError if a cost has figures by stage, and not ``stages`` of them."""
         for costs in (self, *(self.each_slice or ())):
             for name in _PER_STAGE:
                 value = getattr(costs, name)

@@ -373,10 +373,11 @@ def copy_state_into(model: Layer, state: State) -> None:
 
 
 class Digests:
-    """The digests of all moments of a training of the plain model.
+    """Digests of the tensors in a training of the plain model, which is not cut into stages.
 
     Attributes:
-        moments: All moments, with digests in the place of tensors.
+        moments: Each step's outputs, gradients and state, and each evaluation's outputs and state;
+            with digests in the place of tensors.
         course: The steps and evaluations of the training.
     """
 

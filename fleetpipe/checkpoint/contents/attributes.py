@@ -223,18 +223,18 @@ def _value_texts(
 
 
 def _object_texts(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, str]]:
-    """Yields the name and the text of a value that is not plain, or of each of its parts.
+    """Yields the name and a text of a value, or of each of its parts; texts change with values.
 
     Args:
         path: The name of the value.
-        value: The value; an object of a library's class yields nothing.
+        value: A value that is not plain; an object of a library's class yields nothing.
         seen: The ids of objects that are left out, to which visited ones are added.
     """
     if isinstance(value, paddle.Tensor):
         if has_memory(value) and value.is_dense():
             yield from _object_texts(path, value.numpy(), seen)
     elif isinstance(value, np.ndarray):
-        # The shape is in the name: a table that a longer input has made longer is a new name.
+        # With the shape in its name, a table that has grown for a longer input is new, not changed.
         data = np.ascontiguousarray(value).tobytes() if value.dtype != object else b""
         yield f"{path}{[*value.shape]}", f"{value.dtype} ({zlib.crc32(data):08x})"
     elif isinstance(value, (set, frozenset)):

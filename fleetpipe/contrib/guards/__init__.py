@@ -48,17 +48,24 @@ PURPOSE = "guards"
 
 
 class Guards(BatchObserver):
-    """Verifies invariants in the first batch of a model, and in every few batches after it."""
+    """Verifies that the ranks agree, in the first batch of a model and in every few after it.
+
+    Ranks with copies of a parameter compare fingerprints of its values.
+    """
 
     def __init__(self, layers: PipelineLayer, job: Job, every: int) -> None:
         """Takes the layers of a model to verify in its first batch and every ``every`` batches."""
         self._layers, self._job, self._every = layers, job, every
         self._batches = 0
-        #: Whether the batch that runs is verified, and its fingerprints still have to be sent.
-        self._verifies = self._must_publish = False
+        #: Whether the batch that runs is verified.
+        self._verifies = False
+        #: Whether the fingerprints of this rank's parameters still have to be sent in the batch.
+        self._must_publish = False
         #: Whether a GradScaler scales the batch.
         self._scaled = False
+        #: The random streams of the batch.
         self._keys: random_keys.Keys | None = None
+        #: For parameters with copies on other ranks, the exchange of fingerprints that has begun.
         self._gatherings: list[tuple[Holders, Gathering]] = []
         #: By name, the fingerprints of the random streams before the batch.
         self._streams: dict[str, str] = {}

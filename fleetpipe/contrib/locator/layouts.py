@@ -316,7 +316,7 @@ def possible_shards(
 
 
 class FullTensors:
-    """Joins the parameters, gradients, masks and samples of a job's ranks to full tensors."""
+    """Joins what a job's ranks have of parameters, gradients, dropout masks and input rows."""
 
     def __init__(self, job: Record) -> None:
         """Takes the tensors of the job's ranks."""

@@ -250,7 +250,7 @@ class Shadow(BatchObserver):
     def step(self, step: Callable[[], None], optimizer: Optimizer, scaled: bool) -> None:
         """Steps the pipeline's and the reference's optimizer, and compares the parameters after it.
 
-        Collective if a step of the optimizer is.
+        Collective if a step of the optimizer is. ``scaled`` is not used.
 
         Raises:
             CaptureError: The parameters differ; they have their values from before the step again.
@@ -258,7 +258,7 @@ class Shadow(BatchObserver):
         batch, reference = self._batch, self._reference
         if batch is None or reference is None or not self._copies_optimizer:
             step()
-            if batch is not None:  # a batch without an optimizer is counted before
+            if batch is not None:  # its gradients are compared; the optimizer has no copy
                 self._count_batch()
             return
         parameters = self._pipe.state.own_parameters()
@@ -279,9 +279,10 @@ class Shadow(BatchObserver):
             for name, parameter in parameters.items():
                 parameter.set_value(before[name])
             raise
+        # The reference's parameters share the pipeline's memory again.
         for name in self._sharing_memory:
             set_data(expected[name], parameters[name].detach())
-        del before
+        del before  # so that its memory can be returned
         self._count_batch()
 
     def _expected_update(self, reference: Reference, optimizer: Optimizer) -> dict[str, Tensor]:

@@ -258,9 +258,9 @@ def _unreadable_table(path: str | Path, error: Exception) -> ConfigError:
 
 
 def _operation_in_row(row: _Row, where: str) -> TracedOperation:
-    """Returns the operation in a row of a table; ``part`` is still the number of the chunk.
+    """Returns the operation in a row of a table, with the number of the rank's chunk as ``part``.
 
-    The caller computes the part when it knows the number of ranks.
+    The caller computes the number of the model part when it knows the number of ranks.
 
     Args:
         row: The row.
