@@ -362,7 +362,7 @@ def rehearse(dtype: str | None) -> None:
 
 
 def _is_rehearsed(dtype: str, place: object) -> bool:
-    """Replaces Paddle's check whether ``place`` supports a dtype: a CPU the imitated one only."""
+    """Replaces Paddle's check of a device, ``place``: returns whether a CPU imitates ``dtype``."""
     return dtype == rehearsal_dtype()
 
 

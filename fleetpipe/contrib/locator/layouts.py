@@ -316,7 +316,7 @@ def possible_shards(
 
 
 class FullTensors:
-    """Joins what a job's ranks have of parameters, gradients, dropout masks and input rows."""
+    """Joins ranks' parts of parameters, gradients, dropout masks and input rows to full tensors."""
 
     def __init__(self, job: Record) -> None:
         """Takes the tensors of the job's ranks."""
