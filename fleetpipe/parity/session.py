@@ -171,14 +171,14 @@ class Evaluations:
         input_parts = group.broadcast(input_parts, self._owner_of(0))
         if ranks is not None:
             input_parts = ranks.whole_batch(input_parts)
-        count = len(input_parts)
+        micro_batches = len(input_parts)
         is_mean = sum(pipeline.weights) == 1  # of a summed loss each weight is 1
-        weights = [Fraction(1, count if is_mean else 1)] * count
+        weights = [Fraction(1, micro_batches if is_mean else 1)] * micro_batches
         if is_mean:
             weights = shares_of_rows(labels, size) or weights
         # A message carries integers, and no fractions.
         pairs = [[weight.numerator, weight.denominator] for weight in weights]
-        replica_weight = counted_in(labels) or count
+        replica_weight = counted_in(labels) or micro_batches
         label_parts, pairs, replica_weight = group.broadcast(
             (label_parts, pairs, replica_weight), self._owner_of(-1)
         )
