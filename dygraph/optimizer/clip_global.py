@@ -171,7 +171,7 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
             if gradient is None or not _needs_clip(parameter):
                 continue
             order = self.orders.get(id(parameter), 0)
-            if order != COPY and getattr(parameter, "is_firstly_shared", True):
+            if order != COPY:
                 value = sum_over_blocks(squared_norm, gradient, parameter)
                 axis, dtype = shard_axis(parameter), str(value.dtype).rpartition(".")[2]
                 yield _Square(order, dtype, axis, is_spread(parameter), value)
